@@ -23,8 +23,12 @@ code, decoder layers that accelerate copies itself (``offload_streaming`` copies
 GPUs, forward hooks, modes of PyTorch, training mode, 8-bit layers with an outlier threshold (the
 CPU has to know how many outliers there are), Gemma 3n before transformers 5.23 (it copies a number
 from the CPU in each step).  Nothing changes if transformers compiles the step, or if the user
-passes a ``compile_config`` or ``disable_compile``.  Between two tokens of a call, a hook that is
-added and an adapter that is switched are noticed, and weights that are replaced are not.
+passes a ``compile_config`` or ``disable_compile``.
+
+Where other code than that of transformers runs between two tokens of a call, such as a logits
+processor, a stopping criterion, a streamer or a method of a subclass, the model is compared before
+each token: what that code changes counts from the next token on.  Of changes by another thread
+during a call, a hook and a switched adapter are noticed, and others count from the next call on.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...model.caches import cache_name
 from ...runtime.capture import decoding
+from ...runtime.capture.between_steps import only_transformers_runs
 from ...runtime.capture.cache_memory import use_lent
 from ...runtime.capture.conditions import may_capture
 from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, harmless
@@ -62,7 +67,9 @@ _GENERATION = "transformers.generation.utils"
 _CONSEQUENCE = "steps are not captured"
 _warn = partial(decoding.warn_once, "decode steps")
 
-_call = threading.local()  # .decoder: the Decoder of the current call of generate
+#: .decoder: the Decoder of the current call of generate; .sampling: the model and the arguments of
+#: the current call of _sample
+_call = threading.local()
 
 
 @PATCH.probe
@@ -81,6 +88,16 @@ def a_step_is_called_through_get_compiled_call() -> Finding:
 PATCH.on_revert(decoding.forget)
 
 
+@PATCH.around(_GENERATION, "GenerationMixin._sample")
+def sample(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note the arguments, which say whether a user's code runs between two steps."""
+    outer, _call.sampling = getattr(_call, "sampling", None), (self, kwargs)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _call.sampling = outer
+
+
 @PATCH.around(_GENERATION, "GenerationMixin._valid_auto_compile_criteria")
 def valid_auto_compile_criteria(
     original: Any, self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
@@ -94,7 +111,9 @@ def valid_auto_compile_criteria(
             if may_capture(self, generation_config) and _is_static(cache) and not cache.offloading:
                 # In transformers 5.6, calls share a cache.
                 decoding_of(self).decoders.pop(id(cache), None)
-                _call.decoder = Decoder(self, warn)
+                model, arguments = getattr(_call, "sampling", None) or (None, {})
+                alone = model is self and only_transformers_runs(self, arguments)
+                _call.decoder = Decoder(self, warn, only_transformers=alone)
     return compiled or _call.decoder is not None
 
 

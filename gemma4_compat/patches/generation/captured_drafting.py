@@ -113,7 +113,8 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
         text = with_all_layers(self.config.get_text_config(decoder=True))
         kwargs[cache_name()] = StaticCache(config=text, max_cache_len=cache.longest)
         return original(self, input_ids, *args, **kwargs)
-    ahead = only_transformers_runs(self, kwargs) and not streams_layers(self)
+    alone = only_transformers_runs(self, kwargs)
+    ahead = only_transformers_runs(self, kwargs, ahead=True) and not streams_layers(self)
     cache.make_room(2 * (drafts + 1))  # of this check and the next; a ring's length can round
     decoding_of(self).lend(cache, 1)
     if config.prompt_lookup_num_tokens is not None:
@@ -123,7 +124,7 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
     with ExitStack() as stack:
         warn = partial(warn_once, "rounds", self)
         for_decode = stack if _switches_experts() else None
-        drafting = Drafting(self, cache, drafts, drafter, warn, for_decode, ahead)
+        drafting = Drafting(self, cache, drafts, drafter, warn, for_decode, alone, ahead)
         stack.callback(drafting.end)
         return original(drafting, input_ids, *args, **kwargs)
 

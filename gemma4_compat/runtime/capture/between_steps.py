@@ -1,6 +1,7 @@
 """Says whether only functions of transformers run between two steps of ``generate``.
 
-Only then a step may begin before ``generate`` asks for it: nobody notices one that is not needed.
+Other code may change the model, so the model is compared before each step.  And a step may begin
+before ``generate`` asks for it only if nobody notices one that is not needed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ _STATELESS = (
     "TopPLogitsWarper", "TypicalLogitsWarper",
     "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
 )  # fmt: skip
-#: Of them, those that may leave no token to sample after the end of a text.
+#: Others, which do not read the model or run code of a user.
+_OTHERS = (
+    "ConfidenceCriteria", "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor", "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor", "TopHLogitsWarper", "WatermarkLogitsProcessor",
+)  # fmt: skip
+#: Of the stateless ones, those that may leave no token to sample after the end of a text.
 _BANNING = (
     "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor",
 )  # fmt: skip
@@ -43,13 +51,19 @@ def has_own_methods(model: Any) -> bool:
     return not all(is_upstreams(place.get(name)) for place in places for name in _METHODS)
 
 
-def only_transformers_runs(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether this is so in ``_sample`` or ``_assisted_decoding``, called with these arguments."""
+def only_transformers_runs(model: Any, arguments: dict[str, Any], ahead: bool = False) -> bool:
+    """Whether this is so in ``_sample`` or ``_assisted_decoding``, called with these arguments.
+
+    Args:
+        ahead: ask whether nobody notices a step that is not needed, either.
+    """
     lists: list[Any] = [arguments.get("logits_processor"), arguments.get("stopping_criteria")]
     streamer, config = arguments.get("streamer"), arguments.get("generation_config")
-    allowed = {*_STATELESS}.difference(_BANNING if getattr(config, "do_sample", False) else ())
+    allowed = {*_STATELESS, *_OTHERS}
+    if ahead:
+        allowed.difference_update(_OTHERS, _BANNING if getattr(config, "do_sample", False) else ())
     return (
-        not arguments.get("synced_gpus")
+        not (ahead and arguments.get("synced_gpus"))
         and not has_own_methods(model)
         and all(_is_own(each, _LISTS) for each in lists)
         and all(_is_own(each, allowed) for processors in lists for each in processors)

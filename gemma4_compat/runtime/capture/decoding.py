@@ -40,6 +40,7 @@ from .graph import (
     no_garbage_collection,
     reason_of,
 )
+from .held import Held
 from .inputs import Inputs, kind_of_step
 from .state import ModelState
 
@@ -51,6 +52,7 @@ _FREE = 2  # of them, free ones
 _STEPS = 8  # per memory
 _KINDS = 64  # per state
 _NEW_KINDS = 3  # per call
+_CHANGES = 3  # of the model, per call
 _WATCHED = 3  # eager steps, for what runs only once: a warning, an import
 
 
@@ -194,10 +196,15 @@ class Decoder:
     after an error that is not the model's.
     """
 
-    def __init__(self, model: Any, warn: Any, drafter: Any = None) -> None:
+    def __init__(
+        self, model: Any, warn: Any, drafter: Any = None, only_transformers: bool = False
+    ) -> None:
         self.model, self.warn, self.drafter = model, warn, drafter
+        self.only_transformers = only_transformers  # whether no other code runs between two steps
         self.decoding = decoding_of(model)
         self.state: ModelState | None = None
+        self.held: Held | None = None  # all of the state, if other code runs between two steps
+        self.changes = 0  # of the model during this call
         self.memory: Memory | None = None
         self.layers: Layers | None = None
         self.inputs = Inputs()
@@ -293,9 +300,7 @@ class Decoder:
             return None
         if not layers.are_usual:
             raise NotCaptured("its cache has functions or layers of another library")
-        if self.state is None or not self.state.lasts():
-            self.state = self.decoding.state(self.model, self.drafter)
-        state = self.state
+        state = self._state_now()
         why = state.obstacle or (None if forward.in_place else unknown_input(inputs))
         if why is not None:
             raise NotCaptured(why)
@@ -327,6 +332,22 @@ class Decoder:
         self.replayed = True
         return output
 
+    def _state_now(self) -> ModelState:
+        """The state of the model.
+
+        Raises:
+            NotCaptured: code that runs between two steps changes the model again and again.
+        """
+        old = self.state
+        if old is not None and old.lasts(self.held, self.only_transformers):
+            return old
+        self.state = state = self.decoding.state(self.model, self.drafter)
+        self.held = None if self.only_transformers else Held(state.snapshot)
+        self.changes += old is not None and old is not state
+        if self.changes > _CHANGES:
+            raise NotCaptured("the model is changed between its steps again and again")
+        return state
+
     def _as_usual(
         self, forward: Forward, inputs: dict[str, Any], state: ModelState, kind: Any
     ) -> Any:
@@ -344,6 +365,7 @@ class Decoder:
             yield
         try:
             state.snapshot.add(uses_of(watch.functions.values()))
+            self.held = None  # it lacks these functions
             why = watch.unknown()
         except Exception as error:  # the step itself has run
             return self.give_up(error)

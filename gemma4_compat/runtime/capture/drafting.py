@@ -51,6 +51,7 @@ class Drafting:
         warn: is called with the reason why steps are not captured.
         for_decode: is closed after the call; ``None`` if transformers does not choose another
             implementation of experts for the checks.
+        only_transformers: whether no other code runs between two rounds.
         checks_ahead: whether a check may begin before transformers asks for it, which no code of a
             user notices.  The cache then needs room for two checks.
     """
@@ -63,11 +64,12 @@ class Drafting:
         drafter: Any,
         warn: Callable[[str], Any],
         for_decode: ExitStack | None,
+        only_transformers: bool,
         checks_ahead: bool,
     ) -> None:
         self.model, self.drafts, self.drafter = model, drafts, drafter
         self._cache = cache
-        self._decoder = Decoder(model, warn, drafter)
+        self._decoder = Decoder(model, warn, drafter, only_transformers)
         self._in_order = False  # whether the prompt has all tokens, at the usual positions
         self._for_decode = for_decode
         self._checks_ahead = checks_ahead

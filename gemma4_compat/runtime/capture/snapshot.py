@@ -18,16 +18,16 @@ from typing import Any
 from ...model.hooks import offload_hook
 from ...model.tensors import address, own_tensors, present
 from ..host.blocks import streamed_tensors
-from ..kernels.watch import Use
+from ..kernels.watch import Use, wrapped_by
 
 #: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _ADAPTER = "_disable_adapters"  # attribute of PEFT's layers
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_NUMBERS = 8  # elements of a tensor on the CPU, which are compared by value
+CONTAINERS = (dict, list, tuple, set, frozenset)
+NUMBERS = 8  # elements of a tensor on the CPU, which are compared by value
 #: Attributes in ``vars(module)`` that are compared elsewhere, that no forward reads, or that
 #: ``generate`` writes.
-_LEFT_OUT = frozenset(
+LEFT_OUT = frozenset(
     {
         "_parameters", "_buffers", "_non_persistent_buffers_set",
         "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
@@ -73,21 +73,26 @@ class Snapshot:
         adapted = [self._by_id[id(module)] for module in modules if _ADAPTER in vars(module)]
         self._ends = adapted[:1] + adapted[-1:]  # PEFT switches one layer after the other
         bases = {base for module in modules for base in type(module).__mro__[:-1]}
-        self._classes = [(vars(base), len(vars(base)), base.__name__) for base in bases]
+        self.classes = [(vars(base), len(vars(base)), base.__name__) for base in bases]
         #: by owner and name
-        self._code: dict[tuple[int, str], Use] = {
+        self.code: dict[tuple[int, str], Use] = {
             (id(base), name): (vars(base), name, value, base.__name__)
             for base in bases
             for name, value in vars(base).items()
             if name not in ("__dict__", "__weakref__")
         }
-        self._bodies = list(_bodies(self._code))
-        self._others = [(other, _frozen(vars(other))) for other in others]
+        self.bodies = list(_bodies(self.code))
+        self.others = [(other, _frozen(vars(other))) for other in others]
 
     def add(self, uses: dict[tuple[int, str], Use]) -> None:
         """Compare what the functions of a step are and call, too."""
-        self._code = {**uses, **self._code}
-        self._bodies = list(_bodies(self._code))
+        self.code = {**uses, **self.code}
+        self.bodies = list(_bodies(self.code))
+
+    def objects(self) -> list[Any]:
+        """The modules that still exist, and the other objects with settings."""
+        modules = (own.module() for own in self._modules)
+        return [*(each for each in modules if each is not None), *(each for each, _ in self.others)]
 
     def has_same_adapter(self) -> bool:
         """Whether the same adapters are active and merged, which is quick to see."""
@@ -108,25 +113,25 @@ class Snapshot:
             change = module.change()
             if change is not None:
                 return change
-        for other, frozen in self._others if with_settings else ():
+        for other, frozen in self.others if with_settings else ():
             if not _equal(_frozen(vars(other)), frozen):
                 return f"a setting of {type(other).__name__}"
-        for own, size, label in self._classes:
+        for own, size, label in self.classes:
             if len(own) != size:
                 return f"the attributes of {label}"
-        for entries, name, value, label in self._code.values():
+        for entries, name, value, label in self.code.values():
             if entries.get(name) is not value:
                 return f"{name} of {label}"
-        for function, code, defaults in self._bodies:
+        for function, code, defaults in self.bodies:
             if function.__code__ is not code or function.__defaults__ is not defaults:
                 return f"the code of {function.__qualname__}"
         return None
 
 
 def _bodies(uses: dict[Any, Use]) -> Iterator[tuple[FunctionType, Any, Any]]:
-    """The functions, which IPython's autoreload keeps and gives new code."""
-    for _, _, value, _ in uses.values():
-        function = getattr(value, "__func__", value)
+    """The functions, and those that they wrap: IPython's autoreload gives them new code."""
+    functions = (each for _, _, value, _ in uses.values() for each in wrapped_by(value))
+    for function in functions:
         if isinstance(function, FunctionType):
             yield function, function.__code__, function.__defaults__
 
@@ -153,7 +158,7 @@ class _Module:
         self.ids = [*map(id, values)]
         self.weak = [value for value in self.values if isinstance(value, weakref.ref)]
         self.containers = [n for n, value in enumerate(self.values) if isinstance(value, tuple)]
-        self.tensors = [*map(_place, _tensors(module))]
+        self.tensors = [*map(_place, tensors_of(module))]
 
     def change(self) -> str | None:
         module = self.module()
@@ -161,7 +166,7 @@ class _Module:
             return "the set of modules"
         if type(module) is not self.kind:
             return f"the class of a {self.kind.__name__}"
-        what = self._changed_setting(vars(module)) or self._changed_tensor(_tensors(module))
+        what = self._changed_setting(vars(module)) or self._changed_tensor(tensors_of(module))
         return None if what is None else f"{what} of a {type(module).__name__}"
 
     def _changed_setting(self, own: Any) -> str | None:
@@ -199,17 +204,17 @@ def _place(tensor: Any) -> tuple[Any, ...]:
     pointer = address(tensor)
     where = id(tensor) if pointer is None else (pointer, tensor.stride())
     # A kernel gets a number that is on the CPU by its value; it may come from a short vector.
-    is_number = tensor.device.type == "cpu" and tensor.numel() <= _NUMBERS
+    is_number = tensor.device.type == "cpu" and tensor.numel() <= NUMBERS
     values = str(tensor.tolist()) if is_number else None
     state = tuple(_state_addresses(tensor)) if vars(tensor) else ()
     return type(tensor), where, tensor.shape, tensor.dtype, values, state
 
 
 def _names(own: Any) -> tuple[str, ...]:
-    return tuple(name for name in own if name not in _LEFT_OUT)
+    return tuple(name for name in own if name not in LEFT_OUT)
 
 
-def _tensors(module: Any) -> list[Any]:
+def tensors_of(module: Any) -> list[Any]:
     """The tensors of a module, and the host tensors that are copied for its forward."""
     own = vars(module)
     hook = offload_hook(module) if "_hf_hook" in own else None
@@ -244,7 +249,7 @@ def _addresses_in(state: Any) -> Iterator[int | None]:
 
 def _frozen(value: Any) -> Any:
     """What ``_equal`` compares a value by; keeps neither a module nor a tensor alive."""
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         entries: Iterable[Any] = value
         if isinstance(value, dict):
             items = [*value.items()]  # another thread may add its hook

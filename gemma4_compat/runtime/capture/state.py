@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .conditions import device_or_obstacle, hooks_so_far, modules_of_a_step
+from .conditions import device_or_obstacle, environment_now, hooks_so_far, modules_of_a_step
+from .held import Held
 from .snapshot import Snapshot
 
 
@@ -34,6 +35,14 @@ class ModelState:
             return "a setting of PyTorch"
         return self.snapshot.change()
 
-    def lasts(self) -> bool:
-        """Whether no hook was added since, and no adapter switched, between two tokens."""
-        return self.hooks == hooks_so_far() and self.snapshot.has_same_adapter()
+    def lasts(self, held: Held | None, only_transformers: bool) -> bool:
+        """Whether nothing has changed since the last token.
+
+        If only functions of transformers run between two tokens, only another thread can change
+        the model; a hook that it adds is noticed, and an adapter that it switches or merges.
+        """
+        if self.hooks != hooks_so_far():
+            return False
+        if only_transformers:
+            return self.snapshot.has_same_adapter()
+        return held is not None and self.environment == environment_now() and held.is_same()

@@ -62,7 +62,7 @@ class Call:
         check = getattr(utils, "StopCheck", None)
         chooses = torch.multinomial if self.samples else torch.argmax
         return (
-            only_transformers_runs(self.model, self.arguments)
+            only_transformers_runs(self.model, self.arguments, ahead=True)
             and (check is None or all(map(is_upstreams, (check.__call__, check.finish))))
             and type(chooses) is BuiltinFunctionType
             and _can_allocate(self.device)
