@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from gemma4_compat.runtime.capture import graph
 from gemma4_compat.runtime.kernels import watch
@@ -27,6 +28,7 @@ from tests.doors import DOORS, Own, layers_of
 from tests.pretended_gpu import pretend
 
 TOKENS = 4
+WHEN = "open before the first capture", "opened between two calls", "opened between two tokens"
 DATA = Path(__file__).with_name("doors.json")
 #: bitsandbytes 0.46.1 has no library for CUDA 13
 STACKS = {"newest": NEWEST, "users": USERS, "oldest": {**FLOORS, "bitsandbytes": "0.48.0"}}
@@ -70,11 +72,11 @@ def opened(door, model):
             vars(model).pop("_cache", None)
 
 
-def generated(model, eager=False, **options):
+def generated(model, eager=False, tokens=TOKENS, **options):
     ids = torch.tensor([[5, 17, 101, 33]], device=model.device)
     output = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), cache_implementation="static",
-        disable_compile=eager, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+        disable_compile=eager, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
         output_logits=True, return_dict_in_generate=True, **options,
     )  # fmt: skip
     return torch.stack(output.logits)
@@ -94,8 +96,30 @@ def usual(model):
     return generated(model, eager=True)
 
 
+class Opens(LogitsProcessor):
+    """Opens a door after the second token."""
+
+    def __init__(self, open_door):
+        self.open_door, self.tokens = open_door, 0
+
+    def __call__(self, input_ids, scores):
+        self.tokens += 1
+        if self.tokens == 2:
+            self.open_door()
+        return scores
+
+
+def between_two_tokens(model, door, eager=False):
+    """The logits of a call during which a logits processor opens the door, and the user's code."""
+    owns = []
+    with contextlib.ExitStack() as stack:
+        opens = Opens(lambda: owns.append(stack.enter_context(opened(door, model))))
+        processors = LogitsProcessorList([opens])
+        return generated(model, eager, TOKENS + 2, logits_processor=processors), owns[0]
+
+
 def play(model, door, usual):
-    """What happens with a door that is open from the beginning, and one opened between two calls.
+    """What happens with a door that is opened before, between and within calls.
 
     "eager" or "captured", if tokens, logits and the number of calls are those of eager decoding.
     """
@@ -104,9 +128,14 @@ def play(model, door, usual):
         expected = generated(model, eager=True)
     assert reference.calls >= TOKENS - 1
     verdicts = {}
-    for when in ("open before the first capture", "opened between two calls"):
-        with opened(door, model) as own:
-            found = generated(model)
+    for when in WHEN:
+        if when == WHEN[-1]:
+            expected, reference = between_two_tokens(model, door, eager=True)
+            assert reference.calls >= TOKENS - 1
+            found, own = between_two_tokens(model, door)
+        else:
+            with opened(door, model) as own:
+                found = generated(model)
         decoding = vars(model)["_decoding"]
         verdict = "eager" if decoding.warned else "captured"
         if own.calls != reference.calls:
@@ -133,6 +162,7 @@ def test_data(stack):
     assert {name: entry["versions"][name] for name in LIBRARIES} == STACKS[stack]
     assert entry["doors"].keys() == DOORS.keys()
     for name, verdicts in entry["doors"].items():
+        assert verdicts.keys() == {*WHEN}
         assert set(verdicts.values()) == {DOORS[name].verdict}, name
 
 

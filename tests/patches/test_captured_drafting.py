@@ -20,10 +20,12 @@ from packaging.version import Version
 from gemma4_compat.errors import ModelError
 from gemma4_compat.model.caches import cache_name
 from gemma4_compat.runtime.capture import conditions, decoding, drafting, drafts
+from gemma4_compat.runtime.kernels import watch
 from gemma4_compat.tiny import image_inputs
 from tests.patches.test_captured_decoding import load_in
 from tests.pretended_gpu import pretend
 from tests.pretended_streams import pretend_side_stream
+from tests.runtime import test_between_tokens as between
 from tests.support import load_model, new_model
 
 transformers = pytest.importorskip("transformers")
@@ -91,6 +93,12 @@ def generated(model, inputs=None, static=True, tokens=NEW_TOKENS, **options):
 def assert_same(found, expected):
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
+
+
+def assert_near(found, expected):
+    """The same tokens, and logits that other kernels have rounded, in float32."""
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
 def steps_of(model):
@@ -739,6 +747,54 @@ def test_code_of_a_user_gets_the_usual_inputs(model, owner):
         assert torch.equal(generated(model, assistant_model=drafter)[0], expected[0])
         assert shapes == usual
         shapes.clear()
+
+
+@pytest.mark.parametrize("name", ["masks", "rows_of"])
+def test_a_check_that_computes_something_else(model, monkeypatch, caplog, name):
+    """As with a release whose layers read a cache in another way: the call stays eager."""
+    expected = generated(model, static=False, prompt_lookup_num_tokens=DRAFTS)
+    original, calls = getattr(drafting, name), []
+
+    def other(*args, **kwargs):
+        calls.append(name)
+        made = original(*args, **kwargs)
+        if name == "rows_of":
+            return tuple(rows.roll(1) for rows in made)  # each token's keys at another's place
+        return {kind: mask & (mask.cumsum(-1) > 2) for kind, mask in made.items()}
+
+    monkeypatch.setattr(watch, "_ASIDE", (*watch._ASIDE, __name__))
+    monkeypatch.setattr(drafting, name, other)
+    found = generated(model, prompt_lookup_num_tokens=DRAFTS)
+    assert calls
+    assert_near(found, expected)
+    assert "because its outputs are not those of transformers" in caplog.text
+    assert not steps_of(model)
+
+
+@pytest.mark.parametrize("way", ["drafter", "lookup"])
+@pytest.mark.parametrize("change", ["soft_cap", "forward_of_an_instance", "weight"])
+def test_a_change_between_two_rounds(model, way, change):
+    """A logits processor changes the model: that counts from the next round on."""
+    way = (
+        {"prompt_lookup_num_tokens": DRAFTS}
+        if way == "lookup"
+        else {"assistant_model": drafter_of(model)}
+    )
+
+    def played(static):
+        patch = between.Patch()
+        act = functools.partial(between.CHANGES[change], model, patch)
+        try:
+            return generated(model, static=static, **between.WAYS["processor"](act), **way)
+        finally:
+            patch.undo()
+
+    usual = generated(model, **way)
+    assert steps_of(model)
+    expected = played(False)
+    assert not torch.equal(expected[1], usual[1])
+    assert_near(played(True), expected)
+    assert_same(generated(model, **way), usual)
 
 
 def test_a_masked_prompt(model, caplog):

@@ -178,6 +178,8 @@ class Forward:
         has_layers: whether it runs the decoder's layers, which may be offloaded.
         usual: runs the same as transformers does, with the user's code.  It runs once before, to
             see whether there is such code, and wherever a step is not captured.
+        agrees: whether outputs are right, given those of ``usual`` and those of it with another
+            kernel for attention.  It is asked once.
         optional: whether the step is only replayed, and returns ``None`` if that is not possible.
     """
 
@@ -186,6 +188,7 @@ class Forward:
     in_place: bool = False
     has_layers: bool = True
     usual: Callable[[], Any] | None = None
+    agrees: Callable[[Any, Any, Any], bool] | None = None
     optional: bool = False
 
 
@@ -352,10 +355,22 @@ class Decoder:
         self, forward: Forward, inputs: dict[str, Any], state: ModelState, kind: Any
     ) -> Any:
         """Run a step as transformers does; without code of the user, run it again as captured."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         assert forward.usual is not None
         with self._eager(state, kind):
             output = forward.usual()
-        return self.run(replace(forward, usual=None), inputs) if kind in state.warm else output
+        if kind not in state.warm:
+            return output
+        if forward.agrees is None:
+            return self.run(replace(forward, usual=None), inputs)
+        with sdpa_kernel(SDPBackend.MATH):
+            other = forward.usual()
+        own = self.run(replace(forward, usual=None), inputs)
+        if forward.agrees(own, output, other):
+            return own
+        self.give_up(CaptureFailed("its outputs are not those of transformers"))
+        return forward.usual()
 
     @contextmanager
     def _eager(self, state: ModelState, kind: Any) -> Iterator[None]:
