@@ -19,7 +19,7 @@ _PYTHON_FILES = (".py", ".pyw", ".pyc")
 def run(program: list[str], *, as_module: bool, fast: bool = False) -> int:
     """Replace this process by the program; on Windows, wait for it and return its exit code.
 
-    ``fast`` asks for the patches that round differently.
+    ``fast`` asks for the patches of that kind.
     """
     command = [sys.executable, "-m", *program] if as_module else _command(*program)
     if not command:

@@ -140,7 +140,7 @@ def forget_older_references():
 
 
 def pytest_runtest_setup(item):
-    """Install the patches that round differently for their own tests, and only for these."""
+    """Install the patches of the kind `fast` for their own tests, and only for these."""
     marked = item.get_closest_marker("regression")
     fast = item.path.stem.removeprefix("test_") in FAST or (marked and marked.args[0] in FAST)
     if not WITHOUT and (fast or item.config.stash.get(WAS_FAST, False)):

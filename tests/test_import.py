@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gemma4_compat.engine.patch import FAST_MEANS
 from gemma4_compat.versions import WITH_TORCH
 
 pytestmark = pytest.mark.each_stack
@@ -107,7 +108,7 @@ def test_states_say_why():
         state, reason = found["patches"][patch.name]
         wanted, start = expected[gate(patch).outcome]
         if wanted == "armed" and patch.kind is Kind.FAST:
-            wanted, start = "optional", "round differently: to have them, set GEMMA4_COMPAT_FAST=1"
+            wanted, start = "optional", f"{FAST_MEANS}: to have them, set GEMMA4_COMPAT_FAST=1"
         assert state == wanted
         # Without targets in these releases, a patch waits for the one that it requires only.
         assert start in reason or (patch.requires and "needs " in reason)

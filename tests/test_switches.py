@@ -26,7 +26,7 @@ def test_switches_by_subject(variable, value, on, off):
     assert states[off] == ["disabled", f"{variable}={value}"]
 
 
-#: A fix, one that saves memory, one that saves time, and two that round differently.
+#: A fix, one that saves memory, one that saves time, and two of the kind `fast`.
 PLAIN, FAST = ("cudnn_attention", "loss_memory", "norm_kernels"), ("one_row_4bit", "one_row_lora")
 ON, ASKED, OFF = "11100", "11111", "00000"  # which of them are in place
 

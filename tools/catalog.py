@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from packaging.requirements import Requirement
 
 from gemma4_compat.engine import Kind, Patch
+from gemma4_compat.engine.patch import FAST_MEANS
 from gemma4_compat.patches import LEGACY, load, topics
 from gemma4_compat.versions import LIBRARIES, USERS
 from tools import gpu
@@ -103,8 +104,8 @@ _KINDS = {
     Kind.WARNING: "It only warns. ",
     Kind.MEMORY: "It saves memory. ",
     Kind.EXACT: "It makes correct code faster. ",
-    Kind.FAST: "It makes correct code faster, but rounds differently, so it has to be asked for: "
-    '`gemma4_compat.install("fast")`. ',
+    Kind.FAST: f"It makes correct code faster. Such patches {FAST_MEANS}, so they have to be asked "
+    'for: `gemma4_compat.install("fast")`. ',
 }
 _NOT_PATCHED = """
 ## Not patched

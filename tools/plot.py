@@ -16,7 +16,7 @@ ROWS = "E2B, all on the GPU, newest"
 LINES = {
     "default: dynamic cache": "#9aa0a6",
     "static cache, import alone: upstream's bits": "#2166ac",
-    'static cache, install("fast"): rounds differently': "#d6604d",
+    'static cache, install("fast")': "#d6604d",
 }
 _LEFT, _TOP, _WIDTH, _HEIGHT, _STEP = 60, 112, 780, 230, 190  # in pixels; _STEP is for a context
 

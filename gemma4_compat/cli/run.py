@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 
 from .. import launcher
+from ..engine.patch import FAST_MEANS
 from ._command import Command
 
 
@@ -33,7 +34,7 @@ class _Run(Command):
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, not a file")
-    text = "faster kernels, too, which round differently (GEMMA4_COMPAT_FAST=1)"
+    text = f"the faster patches, too, which {FAST_MEANS} (GEMMA4_COMPAT_FAST=1)"
     parser.add_argument("--fast", action="store_true", help=text)
 
 

@@ -25,7 +25,7 @@ class Kind(Enum):
     MEMORY = "memory"
     #: the result is the same bit for bit, and is now faster
     EXACT = "exact"
-    #: the result is now faster, and differs by rounding; only for those who ask for it
+    #: the result is faster, but see ``FAST_MEANS``; only for those who ask for it
     FAST = "fast"
 
     @property
@@ -34,12 +34,14 @@ class Kind(Enum):
         return _DOES[self]
 
 
+#: What patches of the kind ``FAST`` do.  All other texts say the same.
+FAST_MEANS = "round differently or run a step ahead"
 _DOES = {
     Kind.FIX: "fix errors",
     Kind.WARNING: "warn",
     Kind.MEMORY: "save memory",
     Kind.EXACT: "save time",
-    Kind.FAST: "save time and round differently",
+    Kind.FAST: f"save time and {FAST_MEANS}",
 }
 
 

@@ -30,7 +30,7 @@ class Record:
     """The engine's data about one patch, or about one part of it."""
 
     layer: Layer
-    #: whether it is applied if it can be; a patch that rounds differently has to be asked for
+    #: whether it is applied if it can be; one of the kind ``FAST`` has to be asked for
     asked: bool
     state: State = State.DISABLED
     reason: str = "not installed yet"

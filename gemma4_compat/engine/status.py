@@ -16,7 +16,7 @@ class State(str, Enum):
 
     #: switched off by the environment or by ``uninstall()``
     DISABLED = "disabled"
-    #: it rounds differently, and nobody asked for it
+    #: it is faster, but rounds differently or runs a step ahead, and nobody asked for it
     OPTIONAL = "optional"
     #: a library that the patch is for is not installed
     NOT_INSTALLED = "not installed"

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from functools import cache
 
 from .errors import suggestion
+from .patch import FAST_MEANS
 
 _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")
@@ -80,7 +81,7 @@ class Switches:
     def offer(self) -> str:
         """Why some patches are not applied, and how to ask for them."""
         call = f'call {self.prefix.lower()}.install("fast")'
-        return f"round differently: to have them, set {self.prefix}_FAST=1, or {call}"
+        return f"{FAST_MEANS}: to have them, set {self.prefix}_FAST=1, or {call}"
 
     def undo(self, reasons: Iterable[str]) -> str:
         """How to have the patches again that are off for these reasons."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import status
+from ..engine.patch import FAST_MEANS
 from ..model.hooks import input_device
 from ..model.parts import base_of, is_ours
 from ..patches import load
@@ -17,7 +18,7 @@ from ..results.text import plural, size, some, table, wrap
 from ..runtime.facts import at_work, how_it_decodes
 from .loaded import Loaded, Part, Problem, device_text
 
-_FAST = "kernels whose results differ by rounding"
+_FAST = f"faster patches, which {FAST_MEANS},"
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,8 @@ class ModelInspection(Result):
 
     ``input_device`` is where the inputs belong.  ``offloaded`` counts modules that accelerate
     onloads for each forward, by "disk to cuda:0".  ``at_work`` says which patches make that faster,
-    and how.  ``fast`` holds the patches that round differently on a GPU, each with its state:
-    "applied" or "optional".  ``adapters`` are bytes by name, part of the model and device;
-    ``active`` names those in use.
+    and how.  ``fast`` holds the patches of that kind, each with its state: "applied" or "optional".
+    ``adapters`` are bytes by name, part of the model and device; ``active`` names those in use.
     """
 
     model: str

@@ -84,7 +84,7 @@ def _of_other_packages(taken: set[str]) -> Iterable[Patch]:
 def groups(*, asking: bool = False) -> dict[str, list[str]]:
     """The names of the patches of each topic, of each kind, and of ``speed``.
 
-    A patch in ``legacy`` is in its former topic, too.  Those that round differently are left out of
+    A patch in ``legacy`` is in its former topic, too.  Those of the kind ``fast`` are left out of
     the topics if ``asking``: their kind, ``speed`` and their own names ask for them.
     """
     found: dict[str, list[str]] = {name: [] for name in (*TOPICS, *(kind.value for kind in Kind))}

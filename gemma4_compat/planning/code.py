@@ -75,7 +75,7 @@ class Load:
         names = f"{config}, {self.architecture}" if options else self.architecture
         yield f"from transformers import {names}"
         yield ""
-        yield '# gemma4_compat.install("fast")  # faster, but rounds differently'
+        yield '# gemma4_compat.install("fast")  # faster, but rounds differently or runs a step ahead'
         yield "device_map = {"
         for name, to in self.device_map.items():
             yield f'    "{name}": {_quoted(to)},'

@@ -10,14 +10,18 @@ import collections
 import contextlib
 import functools
 import gc
+import inspect
 import queue
+import sys
 import threading
+import time
 import types
 import weakref
 
 import pytest
 import torch
 from packaging.version import Version
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemma4_compat
 from gemma4_compat.model.caches import cache_name
@@ -26,7 +30,8 @@ from tests.pretended_gpu import pretend
 from tests.support import load_model, new_model
 
 transformers = pytest.importorskip("transformers")
-OLD = Version(transformers.__version__) < Version("5.17")
+if Version(transformers.__version__) < Version("5.17"):
+    pytest.skip("DeferredStopCheck is new in transformers 5.17", allow_module_level=True)
 
 from transformers import masking_utils  # noqa: E402
 from transformers.generation import logits_process, stopping_criteria  # noqa: E402
@@ -35,7 +40,7 @@ from transformers.models.gemma4 import modeling_gemma4  # noqa: E402
 
 PROMPT, TOKENS = 5, 14  # the sliding window has 8
 #: A text ends after six tokens or a few more.
-ENDS = {"min_new_tokens": 6, "eos_token_id": [*range(250)]}
+ENDS = {"min_new_tokens": 6, "eos_token_id": [*range(400)]}
 PLACES = ["pretended", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -101,6 +106,12 @@ def generate(model, batch=1, tokens=TOKENS, **options):
 def warm(model, **options):
     """Capture the steps that the next call replays."""
     generate(model, **options)
+
+
+def as_of_pytorch(function):
+    """The same function, as if its code were in a file of PyTorch."""
+    function.__code__ = function.__code__.replace(co_filename=torch.__file__)
+    return function
 
 
 def late_token(tokens):
@@ -227,7 +238,7 @@ def test_without_memory_at_the_end(model, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch, "ones", as_of_pytorch(ones))
     torch.manual_seed(1)
     assert torch.equal(generate(model, **options), expected)
 
@@ -325,6 +336,10 @@ def test_random_numbers_after_a_full_queue(model):
 # -- where the step could be noticed --------------------------------------------------------------
 
 
+class Calls(list):
+    """What the user's functions note; ``begun`` has an entry for each step so far."""
+
+
 class Counting:
     """What the user gives; ``calls`` has an entry for each call."""
 
@@ -394,7 +409,7 @@ def streamer(model, calls, patch):
 
     class Streamer(transformers.TextIteratorStreamer):
         def put(self, tokens):
-            calls.append(len(model.begun))
+            calls.append(len(calls.begun))
 
     return {"streamer": Streamer(tokenizer())}
 
@@ -406,7 +421,7 @@ def streamer_with_its_own(name, of_tokenizer=False):
         original = getattr(at, name)
 
         def noting(*args, **kwargs):
-            calls.append(len(model.begun))
+            calls.append(len(calls.begun))
             return original(*args, **kwargs)
 
         patch.setattr(at, name, noting, raising=False)
@@ -418,7 +433,7 @@ def streamer_with_its_own(name, of_tokenizer=False):
 def tokenizer_of_the_user(model, calls, patch):
     class Tokenizer:
         def decode(self, tokens, **options):
-            calls.append(len(model.begun))
+            calls.append(len(calls.begun))
             return ""
 
     return {"streamer": transformers.TextStreamer(Tokenizer(), skip_prompt=True)}
@@ -429,7 +444,7 @@ def queue_of_the_user(name, of_the_class=True):
 
     def case(model, calls, patch):
         def put(*args, **options):
-            calls.append(len(model.begun))
+            calls.append(len(calls.begun))
 
         streamer = streamer_to(Arrivals())
         base = queue.Queue if name == "_put" else types.SimpleNamespace
@@ -445,12 +460,11 @@ def queue_of_the_user(name, of_the_class=True):
 
 def keeps_the_cache(model, calls, patch):
     """And goes on with it after the call."""
-    names = ("_prepare_cache_for_generation", "_prepare_static_cache", "_prefill")
-    name = next(each for each in names if hasattr(model, each))
+    name = "_prepare_cache_for_generation"
 
     def keep(self, *args, **options):
         found = getattr(type(model).__mro__[1], name)(self, *args, **options)
-        cache = getattr(self, "_cache", None) or args[1].get(cache_name())
+        cache = args[1].get(cache_name())
         calls.append(cache)
         return found
 
@@ -561,11 +575,8 @@ CASES = {
     "hook, and chunks of the prompt": hook_and_chunks,
     "returned cache": lambda model, calls, patch: {"return_dict_in_generate": True},
     "own cache": own_cache,
+    "replaced check": replaced(generation.StopCheck, "__call__"),
 }
-
-
-if not OLD:
-    CASES["replaced check"] = replaced(generation.StopCheck, "__call__")
 
 
 def plain(call):
@@ -583,9 +594,13 @@ def plain(call):
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_is_too_many_where_it_could_be_noticed(model, begun, monkeypatch, case):
     warm(model)
-    seen, model.begun = [], begun
+    begun.clear()
+    tokens = generate(model, **ENDS)[0, PROMPT:]
+    assert len(begun) == len(tokens), "without the case, the last step is one too many"
+    seen = []
     for context in (without(), contextlib.nullcontext()):
-        calls = []
+        calls = Calls()
+        calls.begun = begun
         with context, monkeypatch.context() as patch:
             options = CASES[case](model, calls, patch)
             begun.clear()
@@ -596,6 +611,186 @@ def test_no_step_is_too_many_where_it_could_be_noticed(model, begun, monkeypatch
     assert 5 < len(seen[1][0][0]) - PROMPT < TOKENS, "the text ends by a token"
 
 
+# -- what runs between two steps -------------------------------------------------------------------
+
+#: The functions of PyTorch that a user can replace, and what runs between two steps may call.
+BETWEEN = {
+    torch: (
+        "argmax", "cat", "cumsum", "exp", "full", "full_like", "gather", "isin", "max", "multinomial",
+        "ones", "sort", "sum", "tensor", "topk", "where", "zeros", "zeros_like",
+    ),
+    torch.nn.functional: ("softmax", "log_softmax"),
+    torch.Tensor: (
+        "__and__", "__bool__", "__eq__", "__ge__", "__getitem__", "__gt__", "__invert__", "__le__",
+        "__lt__", "__mul__", "__neg__", "__or__", "__rsub__", "__setitem__", "__sub__",
+        "__truediv__", "abs", "clone", "copy_", "cumsum", "cpu", "exp", "gather", "log", "masked_fill",
+        "max", "new_ones", "scatter", "scatter_", "softmax", "squeeze", "sum", "to", "unsqueeze",
+    ),
+    time: ("time",),
+}  # fmt: skip
+SAMPLED = {
+    "do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.001,
+    "typical_p": 0.99, "epsilon_cutoff": 1e-5, "eta_cutoff": 1e-5, "renormalize_logits": True,
+    "suppress_tokens": [7], "max_time": 600.0,
+}  # fmt: skip
+
+
+def counted(model, calls, options):
+    """Tokens of three calls, the number of calls of a user's function, and the random numbers."""
+    torch.manual_seed(1)
+    calls.clear()
+    tokens = [generate(model, **options, **ENDS).tolist() for _ in range(3)]
+    return tokens, len(calls), random_state(model).tolist()
+
+
+def drawing(original, calls):
+    """A user's function around another, which draws random numbers."""
+
+    def own(*args, **kwargs):
+        calls.append("a call")
+        torch.rand(1)
+        return original(*args, **kwargs)
+
+    return own
+
+
+class Called:
+    """A user's function that is none of Python."""
+
+    def __init__(self, original, calls):
+        self.function = drawing(original, calls)
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def wrapping(original, calls):
+    return functools.wraps(original)(drawing(original, calls))
+
+
+def partial(original, calls):
+    return functools.partial(drawing(original, calls))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in BETWEEN.items() for name in names]
+)
+def test_a_replaced_function_between_two_steps(model, begun, monkeypatch, owner, name, sampled):
+    options = SAMPLED if sampled else {"max_time": 600.0}
+    warm(model, **options)
+    monkeypatch.setattr(owner, name, drawing(getattr(owner, name), calls := []))
+    with without():
+        expected = counted(model, calls, options)
+    assert counted(model, calls, options) == expected
+
+
+@pytest.mark.parametrize("form", [Called, wrapping, partial])
+def test_other_forms_of_a_replaced_function(model, monkeypatch, form):
+    warm(model, **SAMPLED)
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", form(softmax, calls := []))
+    with without():
+        expected = counted(model, calls, SAMPLED)
+    assert expected[1]
+    assert counted(model, calls, SAMPLED) == expected
+
+
+def test_all_that_runs_between_two_steps_is_in_the_list(model_dir, monkeypatch):
+    """What transformers runs there now, with each processor that keeps nothing."""
+    pretend(monkeypatch)
+    model, called, inside = new_model(model_dir), set(), []
+    original = type(model).forward
+
+    def forward(*args, **kwargs):
+        inside.append("a forward")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            inside.pop()
+
+    class Noting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            caller = sys._getframe(1).f_globals["__name__"]
+            if not inside and caller.startswith("transformers.generation."):
+                called.add(function)
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with without(), Noting():
+        generate(model, **SAMPLED, **ENDS)
+        generate(model, **ENDS)
+    listed = {getattr(owner, name) for owner, names in BETWEEN.items() for name in names}
+    names = {each for each in called - listed if type(each) is not types.GetSetDescriptorType}
+    print(sorted(map(str, names)))
+    assert len(called) > 20
+    assert not names
+
+
+class Counter(torch.overrides.TorchFunctionMode):
+    """A user's mode, which sees each function of PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    """A user's mode, which sees each operator of PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Inputs(torch.Tensor):
+    """A user's tensors, which see each function of PyTorch that gets them."""
+
+    calls = collections.Counter()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.calls[function] += 1
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+@pytest.mark.parametrize("mode", [Counter, Dispatched])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_mode_sees_the_same_operations(model, mode, sampled):
+    options = SAMPLED if sampled else {}
+    warm(model, **options)
+    seen = []
+    for context in (without(), contextlib.nullcontext()):
+        torch.manual_seed(1)
+        with context, mode() as own:
+            tokens = generate(model, **options, **ENDS).tolist()
+        seen.append((tokens, own.calls, random_state(model).tolist()))
+    assert seen[0] == seen[1]
+
+
+def test_tensors_of_a_user_see_the_same_operations(model):
+    warm(model)
+    ids = torch.tensor([[5, 17, 99, 23, 42]], device=model.device)
+    options = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": TOKENS}
+    seen = []
+    for context in (without(), contextlib.nullcontext()):
+        for _ in range(2):
+            Inputs.calls = collections.Counter()
+            with context:
+                tokens = model.generate(ids.as_subclass(Inputs), **options, **ENDS).tolist()
+        seen.append((tokens, Inputs.calls))
+    assert seen[0] == seen[1]
+    assert seen[0][1]
+
+
 def test_numbers_of_the_users_own_generator(model, begun, monkeypatch):
     """``generate`` takes no generator, so a user replaces the function that draws."""
     own, original = torch.Generator(model.device), torch.multinomial
@@ -603,13 +798,81 @@ def test_numbers_of_the_users_own_generator(model, begun, monkeypatch):
     def multinomial(*args, **kwargs):
         return original(*args, **{**kwargs, "generator": own})
 
-    monkeypatch.setattr(torch, "multinomial", multinomial)
-    seen = []
-    for context in (without(), contextlib.nullcontext()):
-        own.manual_seed(1)
-        with context:
-            seen.append([generate(model, do_sample=True, eos_token_id=[*range(60)]) for _ in "123"])
-    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+    seen, partial = [], functools.partial(original, generator=own)
+    for function in (multinomial, partial):
+        monkeypatch.setattr(torch, "multinomial", function)
+        for context in (without(), contextlib.nullcontext()):
+            own.manual_seed(1)
+            with context:
+                ends = {"do_sample": True, "eos_token_id": [*range(60)]}
+                seen.append([generate(model, **ends).tolist() for _ in "123"])
+    assert all(each == seen[0] for each in seen)
+
+
+# -- another DeferredStopCheck upstream ------------------------------------------------------------
+
+ENTRIES = """torch.zeros((), dtype=torch.bool, pin_memory=pinned),
+                torch.zeros(input_ids.shape[0], dtype=torch.long, pin_memory=pinned),
+                torch.Event(device=input_ids.device, blocking=True),"""
+ORDERED = "should_stop{0}, tokens_cpu{0}, copy_done{0} ="
+OTHERS = {
+    "as it is": [],
+    "a fourth entry": [
+        (ENTRIES, f"{ENTRIES} None,"),
+        *((ORDERED.format(e), ORDERED.format(e).replace(" =", ", _ =")) for e in ("", "_before")),
+        ("for *_, copy_done in", "for *_, copy_done, _ in"),
+        ("_, tokens_cpu, _ = self.slots[1]", "_, tokens_cpu, *_ = self.slots[1]"),
+    ],
+    "another order": [
+        (ENTRIES, "\n".join(reversed(ENTRIES.splitlines()))),
+        *(
+            (ORDERED.format(e), f"copy_done{e}, tokens_cpu{e}, should_stop{e} =")
+            for e in ("", "_before")
+        ),
+        ("for *_, copy_done in", "for copy_done, *_ in"),
+    ],
+    "another name of the entries": [("slots", "pending")],
+    "another name of the first step": [("is_first_step", "begins")],
+    "another name of the streamer": [("streamer", "sink")],
+    "another name of the answer": [("stop_reported", "ended")],
+}
+DRIFTED = ("another name of the first step", "another name of the streamer")
+
+
+@pytest.fixture
+def other_check(request, monkeypatch):
+    """transformers with another class of this name, as an import of it would find."""
+    own = generation.DeferredStopCheck
+    gemma4_compat.uninstall("deferred_stop_check")
+    source = inspect.getsource(own)
+    for old, new in OTHERS[request.param]:
+        assert old in source
+        source = source.replace(old, new)
+    found = {}
+    with monkeypatch.context() as patch:
+        exec(compile(source, generation.__file__, "exec"), vars(generation), found)
+        patch.setattr(generation, "DeferredStopCheck", found["DeferredStopCheck"])
+        gemma4_compat.install("deferred_stop_check")
+        yield request.param
+        gemma4_compat.uninstall("deferred_stop_check")
+    gemma4_compat.install("deferred_stop_check")
+    assert gemma4_compat.status()["deferred_stop_check"].state == "applied"
+
+
+@pytest.mark.parametrize("other_check", OTHERS, indirect=True)
+def test_another_class_upstream(other_check, model, begun):
+    """The patch is not applied, or right."""
+    state = gemma4_compat.status()["deferred_stop_check"].state
+    assert state == ("drifted" if other_check in DRIFTED else "applied")
+    with without():
+        expected = generate(model, **ENDS)[0, PROMPT:].tolist()
+    for turn in range(3):  # the first one captures
+        begun.clear()
+        arrivals = Arrivals()
+        tokens = generate(model, streamer=streamer_to(arrivals), **ENDS)[0, PROMPT:].tolist()
+        assert tokens == expected
+        assert [int(each) for each in "".join(arrivals.texts[:-1]).split()] == expected
+    assert len(begun) == len(tokens) - (state == "drifted")
 
 
 def test_without_page_locked_memory(model, begun, monkeypatch):
@@ -622,7 +885,7 @@ def test_without_page_locked_memory(model, begun, monkeypatch):
             raise RuntimeError("Only dense CPU tensors can be pinned")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch, "zeros", as_of_pytorch(zeros))
     assert torch.equal(generate(model), expected)
 
 
@@ -670,8 +933,6 @@ def test_a_text_that_ends_on_the_second_gpu(model_dir, begun):
 def test_a_generation_inside_of_a_streamer(model):
     """Another call of ``generate`` in between keeps its own answers."""
     expected = generate(model), generate(model, tokens=4)
-    if hasattr(model, "_cache"):
-        pytest.skip("in this release the inner call writes to the cache of the outer one")
     inner = []
 
     class Nested(Arrivals):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType
+from types import FunctionType
 from typing import Any
 
-from ...model.parts import is_ours
-from ..kernels.watch import is_upstreams
+from ..kernels.watch import KNOWN, Use, is_known, uses_of, wrapped_by
 from . import conditions
 from .between_steps import only_transformers_runs
 from .decoding import Decoder, harmless, seen_obstacle
+from .graph import NotCaptured
 
 _thread = threading.local()  # .call: the call of ``_sample`` that this thread runs
+#: Functions that were found to call only functions of known libraries, and what they call by name.
+_checked: tuple[list[Any], list[Use]] = [], []
 
 
 def running() -> Call | None:
@@ -22,13 +24,17 @@ def running() -> Call | None:
 
 
 @contextmanager
-def runs(call: Call | None) -> Iterator[None]:
+def runs(call: Call) -> Iterator[None]:
     """In this context, ``running`` returns this call."""
+    import torch
+
     outer, _thread.call = running(), call
     try:
         yield
     finally:
         _thread.call = outer
+        if call.decoder is not None:  # the memory of a step too many may be freed or lent now
+            torch.cuda.current_stream(call.device).synchronize()
 
 
 class Call:
@@ -38,8 +44,6 @@ class Call:
         self.model, self.arguments = model, arguments
         self.of_generate = of_generate  # else its caller has the cache, which has a token too many
         self.decoder: Decoder | None = None
-        self.late: LateAnswers | None = None
-        self.is_ahead = False  # whether a step may have begun early
         self.random: list[Any] = []  # the states of the generator after the last two steps
 
     @property
@@ -51,42 +55,45 @@ class Call:
         return bool(self.arguments["generation_config"].do_sample)
 
     def allows_another_step(self) -> bool:
-        """Whether only functions of transformers run between two steps."""
-        import torch
-        from transformers.generation import utils
-
-        if (self.decoder is not None and self.decoder.obstacle) or seen_obstacle(self.model):
+        """Whether nobody notices a step too many."""
+        if self.decoder is None or self.decoder.obstacle or seen_obstacle(self.model):
             return False
         if not self.of_generate or self.device.type not in conditions.CAPTURED_ON:
             return False
-        check = getattr(utils, "StopCheck", None)
-        chooses = torch.multinomial if self.samples else torch.argmax
+        try:
+            conditions.check_process()
+        except NotCaptured:
+            return False
         return (
             only_transformers_runs(self.model, self.arguments, ahead=True)
-            and (check is None or all(map(is_upstreams, (check.__call__, check.finish))))
-            and type(chooses) is BuiltinFunctionType
+            and _are_plain(self.arguments.values())
+            and _call_only_libraries(self._functions())
             and _can_allocate(self.device)
         )
+
+    def _functions(self) -> list[Any]:
+        """Those of transformers that run between two steps, but for the streamer's."""
+        from transformers.generation import utils
+
+        lists: list[Any] = [self.arguments[name] for name in ("logits_processor", "stopping_criteria")]
+        checks, kind = (utils.StopCheck, utils.DeferredStopCheck), type(self.model)
+        return [
+            kind._sample, kind._update_model_kwargs_for_generation,
+            *(function for check in checks for function in (check.__call__, check.finish)),
+            *(type(each).__call__ for each in lists),
+            *(type(each).__call__ for processors in lists for each in processors),
+        ]  # fmt: skip
 
     def step_is_known(self) -> bool:
         """Whether the last step was replayed, and no code of the user made its inputs."""
         return self.decoder is not None and self.decoder.replayed and self.decoder.is_known
 
-    def note(self) -> None:
-        """Note that a step has run, and the random numbers that it took."""
+    def note_random_numbers(self) -> None:
+        """Note which random numbers the steps have taken so far."""
         import torch
 
-        self.is_ahead = True
         if self.samples:
             self.random = [*self.random[-1:], torch.cuda.get_rng_state(self.device)]
-
-    def end(self) -> None:
-        """Wait for a step too many: the memory that it uses may be freed or lent afterwards."""
-        import torch
-
-        self.late = None  # which refers to this call, that has the cache
-        if self.is_ahead:
-            torch.cuda.current_stream(self.device).synchronize()
 
     def take_back_random_numbers(self) -> None:
         """Restore the generator as it was before the last step, if only that step has used it."""
@@ -108,94 +115,6 @@ class Call:
             torch.cuda.set_rng_state(before, device)
 
 
-class LateAnswers:
-    """What ``DeferredStopCheck`` does, for transformers < 5.17.
-
-    The streamer is kept from ``_sample``, which waits for the token that it gives to it.
-    """
-
-    def __init__(self, call: Call, streamer: Any) -> None:
-        import torch
-
-        self.call, self.streamer = call, streamer
-        count, self.prompt = call.arguments["input_ids"].shape
-        self.length = self.streamed = self.prompt
-        self.most = call.arguments["stopping_criteria"].max_length
-        self.is_late = False  # whether the answer of the last step is not known yet
-        self.is_too_many = False  # whether the last step is
-        pinned = {"device": "cpu", "pin_memory": call.device.type == "cuda"}
-        self.ended: Any = torch.zeros((), dtype=torch.bool, **pinned)  # the answer of a step
-        self.tokens: Any = torch.zeros(count, dtype=torch.long, **pinned)
-        self.copied = torch.Event(device=call.device, blocking=True)  # then both are known
-
-    @staticmethod
-    def are_possible(call: Call) -> bool:
-        """Whether the cache is not returned, nor one of the user, and its steps may be captured."""
-        config: Any = call.arguments.get("generation_config")
-        return (
-            is_ours(call.model)
-            and getattr(config, "cache_implementation", None) == "static"
-            and not config.return_dict_in_generate
-            and not getattr(config, "is_assistant", False)
-            and call.allows_another_step()
-        )
-
-    def have_ended(self, answer: Any) -> bool:
-        """Whether the sequences have ended, after a step with this answer on the GPU."""
-        self.length += 1
-        self.call.note()
-        if self.is_late:
-            self.is_too_many = self._late_answer()
-            if self.streamer is not None:
-                with streaming(self.call):
-                    self._stream(self.tokens.clone())
-            if self.is_too_many:
-                return True
-        if self.most is not None and self.length >= self.most:
-            return True
-        self.is_late = self.call.step_is_known()
-        if not self.is_late:
-            return bool(answer)
-        self._copy(self.ended, answer)
-        return False
-
-    def note(self, ids: Any) -> None:
-        """Note the tokens after a step that was not the last one."""
-        if self.streamer is not None and self.is_late:
-            self._copy(self.tokens, ids[:, -1])
-        elif self.streamer is not None:
-            self._stream(ids[:, -1].cpu())
-
-    def finish(self, ids: Any) -> Any:
-        """The generated tokens, without that of a step too many."""
-        if self.is_too_many or (self.is_late and self._late_answer()):
-            self.call.take_back_random_numbers()
-            ids = ids[:, :-1].contiguous()
-        if self.streamer is not None:
-            for tokens in ids[:, self.streamed :].cpu().unbind(1):
-                self._stream(tokens)
-            with runs(None):
-                self.streamer.end()
-        return ids
-
-    def _late_answer(self) -> bool:
-        self.is_late = False
-        self.copied.synchronize()
-        return bool(self.ended)
-
-    def _copy(self, to: Any, values: Any) -> None:
-        import torch
-
-        with torch.cuda.device(self.call.device):  # whose stream the event is recorded on
-            to.copy_(values, non_blocking=True)
-            self.copied.record()
-
-    def _stream(self, tokens: Any) -> None:
-        self.streamed += 1
-        with runs(None):  # the streamer's queue may call generate
-            self.streamer.put(tokens)
-
-
 @contextmanager
 def streaming(call: Call) -> Iterator[None]:
     """In this context the streamer, which may raise, gets a token after another step has begun."""
@@ -204,6 +123,52 @@ def streaming(call: Call) -> Iterator[None]:
     except BaseException:
         call.take_back_random_numbers()
         raise
+
+
+def _are_plain(arguments: Iterable[Any]) -> bool:
+    """Whether no tensor is of a subclass, whose functions may run in each operation."""
+    import torch
+
+    return all(type(each) is torch.Tensor for each in arguments if isinstance(each, torch.Tensor))
+
+
+def _call_only_libraries(functions: list[Any]) -> bool:
+    """Whether these functions, all that they call by name, and all that calls, is of libraries.
+
+    A user's function in the place of one of PyTorch may count its calls, or draw random numbers.
+    """
+    global _checked
+    import torch
+
+    before, uses = _checked
+    if functions == before and all(entries.get(name) is value for entries, name, value, _ in uses):
+        return True
+    tensor, called = vars(torch.Tensor), functions
+    operators = (name for name in dir(torch.Tensor) if name.startswith("__"))
+    uses = [(tensor, name, tensor.get(name), "Tensor") for name in operators]
+    for _ in range(2):
+        every = [each for function in called for each in wrapped_by(function)]
+        plain = [each for each in every if type(each) is FunctionType]
+        found = uses_of((each.__code__, each.__globals__) for each in plain).values()
+        called = [value for _, _, value, _ in found]
+        uses += found
+    if not all(map(_is_of_library, (*functions, *(value for _, _, value, _ in uses)))):
+        return False
+    _checked = functions, uses
+    return True
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether a value is of a known library or built into Python, as is each that it wraps."""
+    for each in wrapped_by(value):
+        kind = type(each)
+        if kind is FunctionType:
+            if not is_known(each.__code__, each.__globals__):
+                return False
+        elif not issubclass(kind, type):
+            if kind.__module__.partition(".")[0] not in (*KNOWN, "builtins"):
+                return False
+    return True
 
 
 def _can_allocate(device: Any) -> bool:

@@ -42,7 +42,7 @@ class Watch:
         if not self.is_complete:
             return "a profiler is at work (sys.setprofile), so it is not known what a step runs"
         for code, namespace in self.functions.values():
-            if not _is_known(code, namespace):
+            if not is_known(code, namespace):
                 name = getattr(code, "co_qualname", code.co_name)
                 where = f"{code.co_filename}, line {code.co_firstlineno}"
                 return f"a graph does not run Python code, and a step runs {name} ({where})"
@@ -78,7 +78,7 @@ def watched(is_wrong: Callable[[FrameType], bool] | None = None) -> Iterator[Wat
 def is_upstreams(function: Any) -> bool:
     """Whether a function, and each that it wraps (``functools.wraps``), is of a known library."""
     return all(
-        type(each) is FunctionType and _is_known(each.__code__, each.__globals__)
+        type(each) is FunctionType and is_known(each.__code__, each.__globals__)
         for each in wrapped_by(function)
     )
 
@@ -111,7 +111,7 @@ def is_of_user(error: Exception) -> bool:
         return True
     library = type(error).__module__.partition(".")[0]
     if library in sys.stdlib_module_names and frames:  # such as ValueError, which any code raises
-        return not _is_known(frames[-1].f_code, frames[-1].f_globals)
+        return not is_known(frames[-1].f_code, frames[-1].f_globals)
     return library not in (*KNOWN, "safetensors_rust", "triton")
 
 
@@ -184,7 +184,7 @@ def _tables_of(value: Any) -> tuple[dict[str, Any], ...]:
 def _classes_in(namespace: dict[str, Any]) -> list[type]:
     """The classes that a Python module defines; a method is found by its name in one of them."""
     name, values = namespace.get("__name__"), list(namespace.values())
-    return [each for each in values if isinstance(each, type) and each.__module__ == name]
+    return [each for each in values if issubclass(type(each), type) and each.__module__ == name]
 
 
 def _inherits(owner: Any, name: str) -> bool:
@@ -195,7 +195,7 @@ def _can_be_called(value: Any) -> bool:
     return callable(value) or isinstance(value, (classmethod, property, ModuleType))
 
 
-def _is_known(code: CodeType, namespace: dict[str, Any]) -> bool:
+def is_known(code: CodeType, namespace: dict[str, Any]) -> bool:
     """Whether a function is of a known library, or of Python."""
     file, name = code.co_filename, code.co_name
     if file.startswith("<"):  # no file: of Python itself, or written by it for a class
