@@ -12,6 +12,8 @@ from ..model import parts
 from ..model.meta import COMPRESSED, bnb_options, checkpointing
 from .demand import EXCLUDED, GENERATE, TARGETS
 
+_FAST = '# gemma4_compat.install("fast")  # faster, but rounds differently or runs a step ahead'
+
 
 @dataclass(frozen=True)
 class Load:
@@ -75,7 +77,7 @@ class Load:
         names = f"{config}, {self.architecture}" if options else self.architecture
         yield f"from transformers import {names}"
         yield ""
-        yield '# gemma4_compat.install("fast")  # faster, but rounds differently or runs a step ahead'
+        yield _FAST
         yield "device_map = {"
         for name, to in self.device_map.items():
             yield f'    "{name}": {_quoted(to)},'

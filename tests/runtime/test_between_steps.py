@@ -12,9 +12,11 @@ from transformers.generation import logits_process, stopping_criteria, streamers
 from transformers.models.gemma4 import modeling_gemma4
 
 from gemma4_compat.runtime.capture import between_steps
+from gemma4_compat.versions import NEWEST
 
 pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.24"), reason="older releases lack some names"
+    Version(transformers.__version__) < Version(NEWEST["transformers"]),
+    reason="older releases lack some names",
 )
 
 

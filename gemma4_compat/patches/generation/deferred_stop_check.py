@@ -82,13 +82,13 @@ def get_compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
 def is_supported(
     original: Any, device: Any, cache: Any, cache_is_returned: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    if original(device, cache, cache_is_returned, *args, **kwargs):
+        return True
     call = stop_checks.running()
-    return original(device, cache, cache_is_returned, *args, **kwargs) or (
-        call is not None
-        and not cache_is_returned
-        and not any((*args, *kwargs.values()))  # such as is_assistant
-        and call.allows_another_step()
-    )
+    if call is None or cache_is_returned or any((*args, *kwargs.values())):  # as is_assistant
+        return False
+    call.defers = call.allows_another_step()
+    return call.defers
 
 
 @PATCH.around(_GENERATION, "DeferredStopCheck.__call__")
@@ -98,11 +98,15 @@ def is_last_step(
     import torch
 
     call = stop_checks.running()
-    if call is None or call.decoder is None:
+    if call is None or not call.defers:
         return original(self, unfinished_sequences, tokens, *args, **kwargs)
     call.note_random_numbers()
-    with torch.cuda.device(call.device), stop_checks.streaming(call):  # whose stream an event is on
-        stops = original(self, unfinished_sequences, tokens, *args, **kwargs)
+    try:
+        with torch.cuda.device(call.device):  # whose stream an event is recorded on
+            stops = original(self, unfinished_sequences, tokens, *args, **kwargs)
+    except BaseException:  # of the streamer, which gets a token after another step has begun
+        call.take_back_random_numbers()
+        raise
     if stops or call.step_is_known():
         return stops
     if not unfinished_sequences.any():
@@ -116,7 +120,7 @@ def is_last_step(
 @PATCH.around(_GENERATION, "DeferredStopCheck.finish")
 def finish(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     steps, call = original(self, *args, **kwargs), stop_checks.running()
-    if steps and call is not None:
+    if steps and call is not None and call.defers:
         call.take_back_random_numbers()
     return steps
 

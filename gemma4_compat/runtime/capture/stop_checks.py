@@ -33,7 +33,7 @@ def runs(call: Call) -> Iterator[None]:
         yield
     finally:
         _thread.call = outer
-        if call.decoder is not None:  # the memory of a step too many may be freed or lent now
+        if call.defers:  # the memory of a step too many may be freed or lent now
             torch.cuda.current_stream(call.device).synchronize()
 
 
@@ -44,45 +44,44 @@ class Call:
         self.model, self.arguments = model, arguments
         self.of_generate = of_generate  # else its caller has the cache, which has a token too many
         self.decoder: Decoder | None = None
+        self.defers = False  # whether a step may begin before it is known that it is needed
         self.random: list[Any] = []  # the states of the generator after the last two steps
 
     @property
     def device(self) -> Any:
         return self.arguments["input_ids"].device
 
-    @property
-    def samples(self) -> bool:
-        return bool(self.arguments["generation_config"].do_sample)
-
     def allows_another_step(self) -> bool:
         """Whether nobody notices a step too many."""
+        import torch
+
         if self.decoder is None or self.decoder.obstacle or seen_obstacle(self.model):
             return False
         if not self.of_generate or self.device.type not in conditions.CAPTURED_ON:
             return False
         try:
             conditions.check_process()
-        except NotCaptured:
+            allowed = (
+                only_transformers_runs(self.model, self.arguments, ahead=True)
+                and _are_plain(self.arguments.values())
+                and _call_only_libraries(self._functions())
+            )
+            if allowed:  # as ``DeferredStopCheck`` does: there may be no page-locked memory
+                torch.zeros((), pin_memory=self.device.type == "cuda")
+        except (NotCaptured, RuntimeError):
             return False
-        return (
-            only_transformers_runs(self.model, self.arguments, ahead=True)
-            and _are_plain(self.arguments.values())
-            and _call_only_libraries(self._functions())
-            and _can_allocate(self.device)
-        )
+        return allowed
 
     def _functions(self) -> list[Any]:
         """Those of transformers that run between two steps, but for the streamer's."""
         from transformers.generation import utils
 
-        lists: list[Any] = [self.arguments[name] for name in ("logits_processor", "stopping_criteria")]
-        checks, kind = (utils.StopCheck, utils.DeferredStopCheck), type(self.model)
-        return [
-            kind._sample, kind._update_model_kwargs_for_generation,
-            *(function for check in checks for function in (check.__call__, check.finish)),
-            *(type(each).__call__ for each in lists),
-            *(type(each).__call__ for processors in lists for each in processors),
-        ]  # fmt: skip
+        names = "logits_processor", "stopping_criteria"
+        processors, criteria = (self.arguments[name] for name in names)
+        kind, objects = type(self.model), (processors, criteria, *processors, *criteria)
+        kinds = (utils.StopCheck, utils.DeferredStopCheck, *map(type, objects))
+        others = kind._sample, kind._update_model_kwargs_for_generation
+        return [*others, *(each.__call__ for each in kinds)]
 
     def step_is_known(self) -> bool:
         """Whether the last step was replayed, and no code of the user made its inputs."""
@@ -92,7 +91,7 @@ class Call:
         """Note which random numbers the steps have taken so far."""
         import torch
 
-        if self.samples:
+        if self.arguments["generation_config"].do_sample:
             self.random = [*self.random[-1:], torch.cuda.get_rng_state(self.device)]
 
     def take_back_random_numbers(self) -> None:
@@ -113,16 +112,6 @@ class Call:
         was_alone = torch.equal(again.get_state(), after)
         if was_alone and torch.equal(torch.cuda.get_rng_state(device), after):
             torch.cuda.set_rng_state(before, device)
-
-
-@contextmanager
-def streaming(call: Call) -> Iterator[None]:
-    """In this context the streamer, which may raise, gets a token after another step has begun."""
-    try:
-        yield
-    except BaseException:
-        call.take_back_random_numbers()
-        raise
 
 
 def _are_plain(arguments: Iterable[Any]) -> bool:
@@ -168,15 +157,4 @@ def _is_of_library(value: Any) -> bool:
         elif not issubclass(kind, type):
             if kind.__module__.partition(".")[0] not in (*KNOWN, "builtins"):
                 return False
-    return True
-
-
-def _can_allocate(device: Any) -> bool:
-    """Whether page-locked memory can be allocated as ``DeferredStopCheck`` does."""
-    import torch
-
-    try:
-        torch.zeros((), pin_memory=device.type == "cuda")
-    except RuntimeError:  # another default device, or no memory
-        return False
     return True
