@@ -196,10 +196,10 @@ def install(*names: str) -> Status:
     Importing this package does this for all patches but those of the kind ``fast``, which round
     differently or run a step ahead.  These have to be named: a topic does not name them.  Call this
     before a model is loaded: the hooks of an offloaded model go on calling the functions that they
-    found, and the status says how many do.  A name asks for the patches of that kind that it requires,
-    too; `uninstall` of that name leaves these on.  After `uninstall()` of all, name those that a
-    patch requires, too: else it is ``blocked``.  A patch that an environment variable switches off
-    stays off.
+    found, and the status says how many do.  A name asks for the patches of that kind that it
+    requires, too; `uninstall` of that name leaves these on.  After `uninstall()` of all, name those
+    that a patch requires, too: else it is ``blocked``.  A patch that an environment variable
+    switches off stays off.
 
     Raises:
         ValueError: no patch has that name.
