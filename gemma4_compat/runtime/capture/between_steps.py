@@ -6,9 +6,11 @@ before ``generate`` asks for it only if nobody notices one that is not needed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
-from ..kernels.watch import is_upstreams
+from ..kernels.watch import KNOWN, Use, is_known, is_upstreams, uses_of, wrapped_by
 
 #: Of the model: what runs between two steps, or gets the cache and may keep it.
 _METHODS = (
@@ -43,6 +45,8 @@ _BANNING = (
 _STREAMERS = ("TextStreamer", "TextIteratorStreamer", "AsyncTextIteratorStreamer")
 #: The modules of a streamer's queue, and what puts a text into it.
 _QUEUES, _PUTS = ("queue", "asyncio.queues"), ("put", "put_nowait", "_put")
+#: Functions that were found to call only functions of known libraries, and what they call by name.
+_checked: tuple[list[Any], list[Use]] = [], []
 
 
 def has_own_methods(model: Any) -> bool:
@@ -68,7 +72,23 @@ def only_transformers_runs(model: Any, arguments: dict[str, Any], ahead: bool = 
         and all(_is_own(each, _LISTS) for each in lists)
         and all(_is_own(each, allowed) for processors in lists for each in processors)
         and (streamer is None or _is_own_streamer(streamer))
+        and _are_plain(arguments.values())
+        and _call_only_libraries(_functions(model, lists))
     )
+
+
+def _functions(model: Any, lists: list[Any]) -> list[Any]:
+    """Those of transformers that run between two steps, but for the streamer's."""
+    from transformers.generation import utils
+
+    checks = (getattr(utils, name, None) for name in ("StopCheck", "DeferredStopCheck"))
+    kinds = (
+        *filter(None, checks),
+        *map(type, lists),
+        *(type(each) for own in lists for each in own),
+    )
+    methods = (getattr(type(model), name, None) for name in ("_sample", *_METHODS))
+    return [*filter(None, methods), *(each.__call__ for each in kinds)]
 
 
 def _is_own(value: Any, names: Any, functions: tuple[str, ...] = ("__call__",)) -> bool:
@@ -98,3 +118,51 @@ def _is_own_streamer(streamer: Any) -> bool:
     kind = type(streamer.tokenizer)
     is_plain = kind.__module__.startswith("transformers.") and is_upstreams(kind.decode)
     return is_plain and not _has(streamer.tokenizer, "decode", "_decode")
+
+
+def _are_plain(arguments: Iterable[Any]) -> bool:
+    """Whether no tensor is of a subclass, whose functions may run in each operation."""
+    import torch
+
+    return all(type(each) is torch.Tensor for each in arguments if isinstance(each, torch.Tensor))
+
+
+def _call_only_libraries(functions: list[Any]) -> bool:
+    """Whether these functions, all that they call by name, and all that calls, is of libraries.
+
+    A user's function in the place of one of PyTorch may count its calls, or draw random numbers.
+    """
+    global _checked
+    import torch
+
+    before, uses = _checked
+    if functions == before and all(entries.get(name) is value for entries, name, value, _ in uses):
+        return True
+    tensor, called = vars(torch.Tensor), functions
+    operators = (name for name in dir(torch.Tensor) if name.startswith("__"))
+    uses = [(tensor, name, tensor.get(name), "Tensor") for name in operators]
+    for _ in range(2):
+        every = [each for function in called for each in wrapped_by(function)]
+        plain = [each for each in every if type(each) is FunctionType]
+        found = uses_of((each.__code__, each.__globals__) for each in plain).values()
+        called = [value for _, _, value, _ in found]
+        uses += found
+    if not all(map(_is_of_library, (*functions, *(value for _, _, value, _ in uses)))):
+        return False
+    _checked = functions, uses
+    return True
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether a value is of a known library or built into Python, as is each that it wraps."""
+    for each in wrapped_by(value):
+        kind = type(each)
+        if kind is FunctionType:
+            if not is_known(each.__code__, each.__globals__):
+                return False
+        elif kind.__name__ == "_lru_cache_wrapper":
+            return _is_of_library(each.__wrapped__)
+        elif not issubclass(kind, type):
+            if kind.__module__.partition(".")[0] not in (*KNOWN, "builtins"):
+                return False
+    return True

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
-from ..kernels.watch import KNOWN, Use, is_known, uses_of, wrapped_by
 from . import conditions
 from .between_steps import only_transformers_runs
 from .decoding import Decoder, harmless, seen_obstacle
 from .graph import NotCaptured
 
 _thread = threading.local()  # .call: the call of ``_sample`` that this thread runs
-#: Functions that were found to call only functions of known libraries, and what they call by name.
-_checked: tuple[list[Any], list[Use]] = [], []
 
 
 def running() -> Call | None:
@@ -61,27 +57,12 @@ class Call:
             return False
         try:
             conditions.check_process()
-            allowed = (
-                only_transformers_runs(self.model, self.arguments, ahead=True)
-                and _are_plain(self.arguments.values())
-                and _call_only_libraries(self._functions())
-            )
+            allowed = only_transformers_runs(self.model, self.arguments, ahead=True)
             if allowed:  # as ``DeferredStopCheck`` does: there may be no page-locked memory
                 torch.zeros((), pin_memory=self.device.type == "cuda")
         except (NotCaptured, RuntimeError):
             return False
         return allowed
-
-    def _functions(self) -> list[Any]:
-        """Those of transformers that run between two steps, but for the streamer's."""
-        from transformers.generation import utils
-
-        names = "logits_processor", "stopping_criteria"
-        processors, criteria = (self.arguments[name] for name in names)
-        kind, objects = type(self.model), (processors, criteria, *processors, *criteria)
-        kinds = (utils.StopCheck, utils.DeferredStopCheck, *map(type, objects))
-        others = kind._sample, kind._update_model_kwargs_for_generation
-        return [*others, *(each.__call__ for each in kinds)]
 
     def step_is_known(self) -> bool:
         """Whether the last step was replayed, and no code of the user made its inputs."""
@@ -112,49 +93,3 @@ class Call:
         was_alone = torch.equal(again.get_state(), after)
         if was_alone and torch.equal(torch.cuda.get_rng_state(device), after):
             torch.cuda.set_rng_state(before, device)
-
-
-def _are_plain(arguments: Iterable[Any]) -> bool:
-    """Whether no tensor is of a subclass, whose functions may run in each operation."""
-    import torch
-
-    return all(type(each) is torch.Tensor for each in arguments if isinstance(each, torch.Tensor))
-
-
-def _call_only_libraries(functions: list[Any]) -> bool:
-    """Whether these functions, all that they call by name, and all that calls, is of libraries.
-
-    A user's function in the place of one of PyTorch may count its calls, or draw random numbers.
-    """
-    global _checked
-    import torch
-
-    before, uses = _checked
-    if functions == before and all(entries.get(name) is value for entries, name, value, _ in uses):
-        return True
-    tensor, called = vars(torch.Tensor), functions
-    operators = (name for name in dir(torch.Tensor) if name.startswith("__"))
-    uses = [(tensor, name, tensor.get(name), "Tensor") for name in operators]
-    for _ in range(2):
-        every = [each for function in called for each in wrapped_by(function)]
-        plain = [each for each in every if type(each) is FunctionType]
-        found = uses_of((each.__code__, each.__globals__) for each in plain).values()
-        called = [value for _, _, value, _ in found]
-        uses += found
-    if not all(map(_is_of_library, (*functions, *(value for _, _, value, _ in uses)))):
-        return False
-    _checked = functions, uses
-    return True
-
-
-def _is_of_library(value: Any) -> bool:
-    """Whether a value is of a known library or built into Python, as is each that it wraps."""
-    for each in wrapped_by(value):
-        kind = type(each)
-        if kind is FunctionType:
-            if not is_known(each.__code__, each.__globals__):
-                return False
-        elif not issubclass(kind, type):
-            if kind.__module__.partition(".")[0] not in (*KNOWN, "builtins"):
-                return False
-    return True
