@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import textwrap
 from contextlib import nullcontext
 from functools import partial, wraps
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import gemma4_compat
+from gemma4_compat.engine.signatures import calling
 from gemma4_compat.runtime.kernels import decoder_layer, launch, replacing
 from tests.patches.test_norm_kernels import launched, logits, make
 
@@ -218,6 +220,103 @@ def test_the_order_of_a_layer(kind, shape, monkeypatch):
     assert torch.equal(logits(model, ids), expected)
     model.model.layers[1].post_feedforward_layernorm = nn.Identity()
     assert not torch.equal(logits(model, ids), expected)
+
+
+#: Releases that may come: a layer or an MLP with the same names, and another order.
+_SUM, _KEPT = "hidden_states = residual +", "residual = hidden_states"
+_NORMED = "hidden_states = self.pre_feedforward_layernorm(hidden_states)"
+REWRITES = {
+    "scalar on the branch": (
+        "DecoderLayer", f"{_SUM} hidden_states\n\n", f"{_SUM} hidden_states * self.layer_scalar\n\n"
+    ),
+    "residual halved": ("DecoderLayer", _SUM, "hidden_states = residual / 2 +"),
+    "norms swapped": (
+        "DecoderLayer", "self.post_attention_layernorm(", "self.post_feedforward_layernorm("
+    ),
+    "a statement moved": (
+        "DecoderLayer", f"{_KEPT}\n    {_NORMED}", f"{_NORMED}\n    {_KEPT}"
+    ),
+    "no positions": ("DecoderLayer", "=position_ids,", "=None,"),
+    "another default": (
+        "DecoderLayer", "position_ids: torch.LongTensor | None = None", "position_ids=1"
+    ),
+    "gate and up swapped": (
+        "MLP", "self.act_fn(self.gate_proj(x)) * self.up_proj(x)",
+        "self.act_fn(self.up_proj(x)) * self.gate_proj(x)",
+    ),
+}  # fmt: skip
+#: those whose arguments make no difference for this model
+SAME = ("no positions", "another default")
+
+
+def rewritten(cls, old, new):
+    """A class's forward with other code, as in another release of transformers."""
+    usual = inspect.unwrap(cls.forward)
+    source = textwrap.dedent(inspect.getsource(usual))
+    source = source[source.index("def forward") :]
+    assert old in source
+    namespace = {}
+    code = compile(source.replace(old, new), usual.__code__.co_filename, "exec")
+    exec(code, usual.__globals__, namespace)
+    return namespace["forward"]
+
+
+def assert_another_order(kind, rewrite, device, monkeypatch):
+    """The original runs, and a line says so; for what is not rewritten, the kernels run."""
+    name, *texts = REWRITES[rewrite]
+    model, ids = make(kind, device, torch.float32), torch.tensor([[7, 8]], device=device)
+    for layer in model.model.layers:
+        nn.init.normal_(layer.layer_scalar, 1, 0.2)
+    usual = logits(model, ids)
+    layer = model.model.layers[0]
+    cls = type(layer if name == "DecoderLayer" else layer.mlp)
+    new = rewritten(cls, *texts)
+    monkeypatch.setattr(cls, "forward", new)
+    expected = logits(model, ids)
+    assert not torch.equal(expected, usual) or rewrite in SAME
+    function = decoder_layer.layer_forward if name == "DecoderLayer" else decoder_layer.mlp_forward
+    called = calling(function)(new)
+    monkeypatch.setattr(cls, "forward", called)
+    launch.reset()
+    assert torch.equal(logits(model, ids), expected)
+    [line] = launch.without()
+    assert "transformers computes decoder layers or MLPs" in line
+    launch.reset()
+
+
+@pytest.mark.parametrize("rewrite", REWRITES)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_another_order(kind, rewrite, monkeypatch):
+    monkeypatch.setattr(decoder_layer, "plain", lambda: lambda tensor: not tensor.requires_grad)
+    assert_another_order(kind, rewrite, "cpu", monkeypatch)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rewrite", REWRITES)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_another_order_on_a_gpu(kind, rewrite, monkeypatch):
+    assert_another_order(kind, rewrite, "cuda", monkeypatch)
+
+
+def test_comparisons_of_a_layer(monkeypatch):
+    """There is one for each kind and shape, without calls of the user's modules."""
+    model, ids = make("gemma4", "cpu", torch.float32), torch.tensor([[7, 8]])
+    without_kernels(model, monkeypatch)
+    calls, compare = [], decoder_layer._same_layer
+    monkeypatch.setattr(
+        decoder_layer, "_same_layer", lambda *args: calls.append(args[2].shape) or compare(*args)
+    )
+    norms = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: norms.append(1))
+    launch.reset()
+    for _ in range(3):
+        model(ids, use_cache=False)
+    assert (calls, len(norms)) == ([], 3)  # gradients
+    with torch.no_grad():
+        for tokens in (ids, ids, ids[:, :1], ids):
+            model(tokens, use_cache=False)
+    assert (calls, len(norms)) == ([(1, 2, 256), (1, 1, 256)], 7)
+    assert launch.without() == []
 
 
 def checkpointed(model, reentrant=False):

@@ -3,7 +3,7 @@
 After attention and after the MLP, a layer normalizes, adds the residual, and begins its next part
 with another norm.  That is one kernel here (``rms_norm.cu``), and so is the activation of a gate,
 times other values (``gated.cu``).  Both round as transformers' kernels do, and are compared with
-them before their first use.
+them before their first use.  So is the order in which a layer and an MLP call their modules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...objects import View
 from . import compiler, rms_norm_launch
+from .compiler import KernelError
 from .launch import Launcher
 from .replacing import (
     ALIGNMENT,
@@ -30,9 +32,16 @@ from .trials import pattern, require_equal
 from .watch import wrapped_by
 
 LAUNCHER = Launcher("gated", "transformers computes activations and products in its own kernels")
+ORDER = Launcher("decoder_layer", "transformers computes decoder layers or MLPs")
 _FILE = Path(__file__).with_name("gated.cu")
 _THREADS, _VALUES = 256, 4  # of a block, of a thread
 _PACKAGE = __name__.partition(".")[0]
+#: the modules that a layer calls, besides its attention
+_PARTS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
+    "post_feedforward_layernorm", "per_layer_input_gate", "act_fn", "per_layer_projection",
+    "post_per_layer_input_norm",
+)  # fmt: skip
 
 
 def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,17 +57,23 @@ def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kw
         or self.layer_scalar is None
     ):
         return original(self, hidden_states, *args, **kwargs)
-    given = {**dict.fromkeys(names), **given}
-    per_layer_input = given.pop("per_layer_input", None)
-    outputs, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
-    norm, following = self.post_attention_layernorm, self.pre_feedforward_layernorm
+    kind = _kind(original, self, hidden_states)
+    arguments = original, self, hidden_states, names
+    if not ORDER.compared(kind, hidden_states.device, _same_layer, *arguments):
+        return original(self, hidden_states, *args, **kwargs)
+    return _layer(self, hidden_states, **{**dict.fromkeys(names), **given})
+
+
+def _layer(layer: Any, hidden_states: Any, per_layer_input: Any = None, **given: Any) -> Any:
+    outputs, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **given)
+    norm, following = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
     residual, outputs = added(norm, outputs, hidden_states, None, following)
-    outputs, norm = self.mlp(outputs), self.post_feedforward_layernorm
-    if getattr(self, "hidden_size_per_layer_input", None):
+    outputs, norm = layer.mlp(outputs), layer.post_feedforward_layernorm
+    if getattr(layer, "hidden_size_per_layer_input", None):
         residual, _ = added(norm, outputs, residual)
-        outputs = gated(self.act_fn, self.per_layer_input_gate(residual), per_layer_input)
-        outputs, norm = self.per_layer_projection(outputs), self.post_per_layer_input_norm
-    return added(norm, outputs, residual, self.layer_scalar)[0]
+        outputs = gated(layer.act_fn, layer.per_layer_input_gate(residual), per_layer_input)
+        outputs, norm = layer.per_layer_projection(outputs), layer.post_per_layer_input_norm
+    return added(norm, outputs, residual, layer.layer_scalar)[0]
 
 
 def mlp_forward(original: Any, self: Any, x: Any) -> Any:
@@ -66,7 +81,56 @@ def mlp_forward(original: Any, self: Any, x: Any) -> Any:
     # Another activation may be called before up_proj only.
     if not _may_run(original, x) or not is_gelu(self.act_fn):
         return original(self, x)
-    return self.down_proj(gated(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+    kind = _kind(original, self, x)
+    if not ORDER.compared(kind, x.device, _same_mlp, original, self, x):
+        return original(self, x)
+    return _mlp(self, x)
+
+
+def _mlp(mlp: Any, x: Any) -> Any:
+    return mlp.down_proj(gated(mlp.act_fn, mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def _kind(original: Any, module: Any, x: Any) -> tuple[Any, ...]:
+    has_more = bool(getattr(module, "hidden_size_per_layer_input", None))
+    return original, type(module), has_more, x.get_device(), x.dtype, x.shape
+
+
+def _same_layer(original: Any, layer: Any, x: Any, names: tuple[str, ...]) -> bool:
+    """Whether a layer of this kind computes what ``_layer`` computes, else an error."""
+    parts, seen = _stand_ins(x, (*_PARTS, "self_attn")), []
+    trial, scalar = (pattern(shape, x.dtype, x.device) for shape in (x.shape, (2,)))
+
+    def self_attn(hidden_states: Any, **given: Any) -> Any:
+        seen.append(given)
+        return parts["self_attn"](hidden_states), None
+
+    view = View(layer, **{**parts, "self_attn": self_attn, "layer_scalar": scalar[1:]})
+    more = {"per_layer_input": trial.flip(-1)} if "per_layer_input" in names else {}
+    for given in (more, {name: object() for name in (*names, "another")} | more):
+        found = _layer(view, trial.clone(), **{**dict.fromkeys(names), **given})
+        require_equal(found, original(view, trial.clone(), **given))
+        if seen[-2] != seen[-1]:
+            raise KernelError("its attention gets other arguments than the original's")
+    return True
+
+
+def _same_mlp(original: Any, mlp: Any, x: Any) -> bool:
+    """Whether an MLP of this kind computes what ``_mlp`` computes, else an error."""
+    view = View(mlp, **_stand_ins(x, ("gate_proj", "act_fn", "up_proj", "down_proj")))
+    trial = pattern(x.shape, x.dtype, x.device)
+    require_equal(_mlp(view, trial), original(view, trial))
+    return True
+
+
+def _stand_ins(x: Any, names: tuple[str, ...]) -> dict[str, Callable[[Any], Any]]:
+    """Functions in place of a layer's modules; each has its own factors and terms."""
+
+    def stand_in(seed: int) -> Callable[[Any], Any]:
+        factor, term = pattern((2, x.shape[-1]), x.dtype, x.device, seed)
+        return lambda x: x * factor + term
+
+    return {name: stand_in(seed) for seed, name in enumerate(names, 1)}
 
 
 def _may_run(original: Any, x: Any) -> bool:
