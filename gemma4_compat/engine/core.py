@@ -19,6 +19,7 @@ from typing import Any
 
 from . import gate
 from .errors import PatchError, suggestion
+from .fingerprint import require_measured
 from .gate import Outcome
 from .imports import Imports
 from .overview import Overview
@@ -404,6 +405,8 @@ class Engine:
                 return self._set(record, state, finding.reason)
             for name in record.layer.names:
                 look_up(name)
+            for copied in record.layer.copied:
+                require_measured(copied)
             self._stack.put(record.layer)
         except Mismatch as error:
             self._set(record, State.DRIFTED, str(error))

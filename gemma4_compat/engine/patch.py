@@ -82,7 +82,26 @@ def fixed_if(gone: Any, reason: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class Replacement:
+class Place:
+    """An attribute of a module, such as ``Class.method``."""
+
+    module: str
+    attribute: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+@dataclass(frozen=True)
+class Copied(Place):
+    """A function that a patch copies, and its fingerprints in the measured releases."""
+
+    fingerprints: tuple[str, ...]
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class Replacement(Place):
     """One attribute to replace.
 
     ``factory`` gets the plain function behind the attribute (unwrapped from ``staticmethod`` or
@@ -94,13 +113,8 @@ class Replacement:
     and is not replaced.
     """
 
-    module: str
-    attribute: str
     factory: Factory
     when: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.attribute}"
 
 
 class _Replacing:
@@ -109,6 +123,7 @@ class _Replacing:
     name: str
     affects: Sequence[str]
     replacements: list[Replacement]
+    copied: list[Copied]
     probe_function: Callable[[], Finding] | None
 
     def replaces(
@@ -136,6 +151,15 @@ class _Replacing:
 
         return register
 
+    def copies(
+        self, module: str, attribute: str, *fingerprints: str, when: str | None = None
+    ) -> None:
+        """Say that the replacements copy this function's code.
+
+        The patch drifts if the code has none of these fingerprints (``tools/fingerprints.py``).
+        """
+        self.copied.append(Copied(module, attribute, fingerprints, when))
+
     def probe(self, function: Callable[[], Finding]) -> Callable[[], Finding]:
         """Register the decorated function as the probe.
 
@@ -158,6 +182,7 @@ class Part(_Replacing):
     name: str
     affects: Sequence[str] = ()
     replacements: list[Replacement] = field(default_factory=list, init=False)
+    copied: list[Copied] = field(default_factory=list, init=False)
     probe_function: Callable[[], Finding] | None = field(default=None, init=False)
 
 
@@ -194,6 +219,7 @@ class Patch(_Replacing):
     former: Sequence[str] = ()
     #: If it has parts, these are put in place together with the first part.
     replacements: list[Replacement] = field(default_factory=list, init=False)
+    copied: list[Copied] = field(default_factory=list, init=False)
     parts: list[Part] = field(default_factory=list, init=False)
     #: Names of the libraries that the replacements read when they are called.  The patch drifts if
     #: one is missing in what is imported when its probe runs.

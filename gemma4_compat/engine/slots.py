@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from .patch import Replacement
+from .patch import Place, Replacement
 from .signatures import takes_all_calls_of
 
 _ABSENT = object()
@@ -193,16 +193,16 @@ class Slot:
         return (old, value) if is_shared and old is not value else None
 
 
-def resolve(replacement: Replacement) -> Target:
+def resolve(place: Place) -> Target:
     """Find the attribute that a replacement names.
 
     Raises:
         Mismatch: the attribute, or a part of its path, does not exist.
     """
     try:
-        return Target(*wrapt.resolve_path(sys.modules[replacement.module], replacement.attribute))
+        return Target(*wrapt.resolve_path(sys.modules[place.module], place.attribute))
     except (AttributeError, KeyError) as error:
-        raise Mismatch(f"{replacement} does not exist") from error
+        raise Mismatch(f"{place} does not exist") from error
 
 
 def look_up(name: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import gate
-from .patch import Part, Patch, Replacement
+from .patch import Copied, Part, Patch, Replacement
 from .references import holders
 from .slots import Entry, Slot, former, rebind, resolve
 
@@ -34,9 +34,16 @@ class Layer:
     @property
     def replacements(self) -> list[Replacement]:
         """The replacements that exist on the installed versions, those of the whole patch too."""
-        own = () if self.unit is self.patch else self.unit.replacements
-        each = (*own, *self.patch.replacements)
-        return [r for r in each if r.when is None or gate.holds(r.when)]
+        return [r for unit in self._units for r in unit.replacements if _exists(r)]
+
+    @property
+    def copied(self) -> list[Copied]:
+        """The functions that these replacements copy."""
+        return [c for unit in self._units for c in unit.copied if _exists(c)]
+
+    @property
+    def _units(self) -> list[Part | Patch]:
+        return [*dict.fromkeys((self.unit, self.patch))]
 
     @property
     def has_first(self) -> bool:
@@ -218,6 +225,11 @@ class Stack:
                         continue
                     changed.append(each)
         return failed
+
+
+def _exists(place: Copied | Replacement) -> bool:
+    """Whether the installed versions have it."""
+    return place.when is None or gate.holds(place.when)
 
 
 def originals(replacements: Iterable[Replacement]) -> list[Any]:
