@@ -94,9 +94,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Copied(Place):
-    """A function that a patch copies, and its fingerprints in the measured releases."""
+    """A function that a patch copies; its fingerprints in the measured releases, with spaces."""
 
-    fingerprints: tuple[str, ...]
+    fingerprints: str
     when: str | None = None
 
 
@@ -111,10 +111,14 @@ class Replacement(Place):
 
     ``when`` is a PEP 508 requirement.  On versions that do not meet it, this target does not exist
     and is not replaced.
+
+    ``variable`` is one of a closure, for a wrapper that compares itself with the attribute, or
+    that objects keep.  If the function has it, its value is replaced, and the attribute stays.
     """
 
     factory: Factory
     when: str | None = None
+    variable: str = ""
 
 
 class _Replacing:
@@ -127,32 +131,34 @@ class _Replacing:
     probe_function: Callable[[], Finding] | None
 
     def replaces(
-        self, module: str, attribute: str, *, when: str | None = None
+        self, module: str, attribute: str, *, when: str | None = None, variable: str = ""
     ) -> Callable[[Factory], Factory]:
         """Register the decorated factory as the replacement of ``module.attribute``."""
 
         def register(factory: Factory) -> Factory:
-            self.replacements.append(Replacement(module, attribute, factory, when))
+            self.replacements.append(Replacement(module, attribute, factory, when, variable))
             return factory
 
         return register
 
     def around(
-        self, module: str, attribute: str, *, when: str | None = None
+        self, module: str, attribute: str, *, when: str | None = None, variable: str = ""
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Have the decorated function called instead of ``module.attribute``.
 
         It gets the original, then the arguments of the call.
         """
 
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.replaces(module, attribute, when=when)(calling(function))
+        register = self.replaces(module, attribute, when=when, variable=variable)
+
+        def called(function: Callable[..., Any]) -> Callable[..., Any]:
+            register(calling(function))
             return function
 
-        return register
+        return called
 
     def copies(
-        self, module: str, attribute: str, *fingerprints: str, when: str | None = None
+        self, module: str, attribute: str, fingerprints: str, *, when: str | None = None
     ) -> None:
         """Say that the replacements copy this function's code.
 

@@ -8,6 +8,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -72,11 +73,12 @@ class Entry:
     @property
     def is_changed(self) -> bool:
         """Whether other code changed the attribute; after a reload, its module has new code."""
-        try:
-            now = resolve(self.place).raw
-        except Mismatch:
-            now = vars(self.slot.owner).get(self.slot.name, _ABSENT)
-        return now is not self.slot.value
+        owner, name, now = self.slot.owner, self.slot.name, None
+        with suppress(Mismatch):
+            now = resolve(self.place)
+        if now is None or type(now.owner) is not type(owner):
+            return _own(owner, name) is not self.slot.value
+        return now.raw is not self.slot.value
 
     @property
     def value(self) -> Any:
@@ -115,6 +117,8 @@ class Entry:
         inherited from, and its own closure, if a decorator's wrapper refers to itself.
         """
         owner, is_inherited = self.slot.owner, self.before is _ABSENT
+        if isinstance(owner, types.CellType):
+            yield vars(_attribute(self.place).function)
         inherited = owner.__mro__ if isinstance(owner, type) and is_inherited else ()
         yield from (self.raw, self.slot.value, self.slot.original, self.slot.before)
         yield from getattr(self.original, "__closure__", None) or ()
@@ -129,7 +133,7 @@ class Slot:
 
     def __init__(self, target: Target) -> None:
         self.owner, self.name, self.value = target
-        self.before = vars(self.owner).get(self.name, _ABSENT)
+        self.before = _own(self.owner, self.name)
         self.entries: list[Entry] = []
         self.is_set = False
         is_inherited = self.before is _ABSENT and isinstance(self.owner, type)
@@ -179,7 +183,7 @@ class Slot:
         try:
             for entry in self.entries[first:]:
                 value = entry.wrap(value)
-            if self.is_set and vars(self.owner).get(self.name, _ABSENT) is not old:
+            if self.is_set and _own(self.owner, self.name) is not old:
                 pass  # other code changed it since
             elif self.entries or self.before is not _ABSENT:
                 setattr(self.owner, self.name, value)
@@ -194,15 +198,37 @@ class Slot:
 
 
 def resolve(place: Place) -> Target:
-    """Find the attribute that a replacement names.
+    """Find the attribute, or the cell of a closure, that a replacement names.
 
     Raises:
-        Mismatch: the attribute, or a part of its path, does not exist.
+        Mismatch: the attribute, or a part of its path, does not exist; or its function refers to
+            itself, and has no such variable.
     """
+    target, variable = _attribute(place), getattr(place, "variable", "")
+    closure = getattr(target.function, "__closure__", None) if variable else None
+    if closure is None:
+        return target
+    code = target.function.__code__
+    cells = dict(zip(code.co_freevars, closure, strict=True))
+    if variable in cells:
+        return Target(cells[variable], "cell_contents", cells[variable].cell_contents)
+    if code.co_name in cells:
+        raise Mismatch(f"{place} refers to itself, and has no variable {variable}")
+    return target
+
+
+def _attribute(place: Place) -> Target:
     try:
         return Target(*wrapt.resolve_path(sys.modules[place.module], place.attribute))
     except (AttributeError, KeyError) as error:
         raise Mismatch(f"{place} does not exist") from error
+
+
+def _own(owner: Any, name: str) -> Any:
+    """The value that an owner itself has; absent if it has none."""
+    if isinstance(owner, types.CellType):
+        return owner.cell_contents
+    return vars(owner).get(name, _ABSENT)
 
 
 def look_up(name: str) -> None:

@@ -11,13 +11,8 @@ the user, is called as before.  Of layers with experts, only the MLP is computed
 
 from __future__ import annotations
 
-from functools import wraps
-from types import CellType, FunctionType
-from typing import Any
-
 from ...engine import Finding, Kind, Part, Patch, drifted, fixed_if
 from ...engine.probing import code_at
-from ...engine.signatures import calling
 from ...runtime.capture.decoding import forget
 from ...runtime.kernels.decoder_layer import layer_forward, mlp_forward
 from .._families import GEMMA4, UNIFIED, Family
@@ -48,40 +43,6 @@ _MORE = {
 _MLP = {"down_proj", "act_fn", "gate_proj", "up_proj"}
 
 
-#: What closures of transformers refer to themselves by, and the functions that it is without us.
-_cells: list[tuple[CellType, Any]] = []
-
-
-def layer_in_kernels(original: Any) -> Any:
-    """A layer's forward that uses the kernels.
-
-    In newer releases, a closure is around it that checkpoints only if it is the class's forward
-    itself (``GradientCheckpointingLayer.__init_subclass__``).  So a copy of it is around ours, and
-    both take the copy for themselves: instances may keep the original, as accelerate's hooks do.
-    """
-    new, code = calling(layer_forward), original.__code__
-    if code.co_name not in code.co_freevars:
-        return new(original)
-    cells = dict(zip(code.co_freevars, original.__closure__, strict=True))
-    inner, usual = new(original.__wrapped__), original.__wrapped__
-    closure = tuple(
-        CellType(inner) if cell.cell_contents is usual else cell for cell in cells.values()
-    )
-    copied = wraps(inner)(FunctionType(code, original.__globals__, closure=closure))
-    own = cells[code.co_name]
-    _cells.append((own, original))
-    own.cell_contents = copied
-    return copied
-
-
-def release() -> None:
-    """Let transformers' closures be themselves again, and forget the captured steps."""
-    while _cells:
-        own, original = _cells.pop()
-        own.cell_contents = original
-    forget()
-
-
 def mend(part: Part, family: Family) -> None:
     """Register the probe and the replacements for a family's layers and MLPs."""
     layer, mlp = f"{family.prefix}TextDecoderLayer.forward", f"{family.prefix}TextMLP.forward"
@@ -95,9 +56,10 @@ def mend(part: Part, family: Family) -> None:
         return fixed_if(of_mlp != _MLP, f"{mlp} has other kernels")
 
     part.around(family.module, mlp)(mlp_forward)
-    part.replaces(family.module, layer)(layer_in_kernels)  # the last one, since it changes a cell
+    # In newer releases, it is a closure that checkpoints only if it is the class's forward itself.
+    part.around(family.module, layer, variable="forward")(layer_forward)
 
 
 for each in (GEMMA4, UNIFIED):
     mend(PATCH.part(each.name, each.requirement), each)
-PATCH.on_revert(release)
+PATCH.on_revert(forget)
