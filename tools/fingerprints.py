@@ -2,9 +2,9 @@
 
     python tools/fingerprints.py [PATCH ...] [--overlays FOLDER] [--write]
 
-Prints a line for each function that ``copies`` of a patch names, with the releases that have each
-fingerprint.  With ``--write``, the patch gets the fingerprints.  Releases are fetched once
-(``tools/overlays.py``); nothing of them is imported.
+Prints the functions that ``copies`` of a patch names, with the releases that have each
+fingerprint.  With ``--write``, the files in the patch's folder get the fingerprints.  Releases are
+fetched once (``tools/overlays.py``); nothing of them is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gemma4_compat.engine import Patch  # noqa: E402
+from gemma4_compat.engine import Part, Patch  # noqa: E402
 from gemma4_compat.engine.fingerprint import digest  # noqa: E402
 from gemma4_compat.engine.patch import Copied  # noqa: E402
 from gemma4_compat.patches import topics  # noqa: E402
@@ -32,19 +32,21 @@ from tools.overlays import FOLDER, Overlays  # noqa: E402
 
 def in_source(source: str, attribute: str) -> str | None:
     """The fingerprint of a function such as ``Class.method``; ``None`` if it is not there."""
-    body, node = ast.parse(source).body, None
+    body: list[ast.stmt] = ast.parse(source).body
+    node: ast.stmt | None = None
     for name in attribute.split("."):
         node = next((each for each in body if getattr(each, "name", "") == name), None)
         body = getattr(node, "body", [])
     if not isinstance(node, ast.FunctionDef):
         return None
-    first = min(each.lineno for each in (node, *node.decorator_list))
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     return digest(source.splitlines(keepends=True)[first - 1 : node.end_lineno])
 
 
 def copied_by(patch: Patch) -> Iterator[tuple[Copied, list[Requirement]]]:
     """What a patch and its parts copy, each with the versions that they are for."""
-    for unit in dict.fromkeys((patch, *patch.parts)):
+    units: list[Part | Patch] = [patch, *patch.parts]
+    for unit in units:
         for each in unit.copied:
             texts = (*patch.gate_of(unit), *filter(None, [each.when]))
             yield each, [Requirement(text) for text in texts]
@@ -70,8 +72,8 @@ def measured(
 
 def written(text: str, attribute: str, hashes: Iterable[str]) -> str:
     """The source of a patch, with other fingerprints of a function that it copies."""
-    call = rf'(copies\(\s*[\w.\"]+,\s*"{re.escape(attribute)}")(?:,\s*"\w{{12}}")*'
-    return re.sub(call, "".join([r"\1", *(f', "{each}"' for each in hashes)]), text)
+    call = rf'(copies\(\s*[\w.\"]+,\s*"{re.escape(attribute)}",\s*)"[\w ]*"'
+    return re.sub(call, rf'\1"{" ".join(hashes)}"', text)
 
 
 def main() -> None:
@@ -83,7 +85,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     data, overlays = Measured.read(DATA), Overlays(options.overlays)
     for module in (module for modules in topics().values() for module in modules):
-        patch, file = module.PATCH, Path(str(module.__file__))
+        patch, folder = module.PATCH, Path(str(module.__file__)).parent
         if options.patches and patch.name not in options.patches:
             continue
         for copied, gate in copied_by(patch):
@@ -91,11 +93,12 @@ def main() -> None:
             table = measured(copied, gate, releases, overlays)
             print(f"{patch.name}: {copied}")
             for each, found in table.items():
-                new = "" if each in copied.fingerprints else "  (new)"
-                print(f"    {each}  {found[0]} to {found[-1]}{new}")
-            if options.write:
-                text = written(file.read_text("utf-8"), copied.attribute, table)
-                file.write_text(text, encoding="utf-8")
+                known = "" if each in copied.fingerprints.split() else "  (new)"
+                print(f"    {each}  {found[0]} to {found[-1]}{known}")
+            for file in folder.glob("*.py") if options.write and table else ():
+                text = file.read_text("utf-8")
+                if (new := written(text, copied.attribute, table)) != text:
+                    file.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

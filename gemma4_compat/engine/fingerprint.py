@@ -32,7 +32,7 @@ def require_measured(copied: Copied) -> None:
         found = fingerprint(resolve(copied).function)
     except (AttributeError, OSError, SyntaxError, TokenError, TypeError) as error:
         raise Mismatch(f"the source of {copied}, which it copies, cannot be read") from error
-    if found not in copied.fingerprints:
+    if found not in copied.fingerprints.split():
         raise Mismatch(f"{copied}, which it copies, has other code than in measured releases")
 
 

@@ -182,7 +182,7 @@ def copying(lib):
 
     def build(**options):
         patch = lib.patch("sums", "sums:other")
-        patch.copies(f"{lib.name}.sums", "total", "0" * 12, known, **options)
+        patch.copies(f"{lib.name}.sums", "total", f"{'0' * 12} {known}", **options)
         return patch
 
     return build
@@ -236,4 +236,4 @@ def test_code_that_these_versions_do_not_have(lib, copying, make):
 def test_no_python_function():
     for attribute in ("sep", "path.join.__name__", "getcwd"):
         with pytest.raises(Mismatch, match="cannot be read"):
-            fingerprint.require_measured(Copied("os", attribute, ()))
+            fingerprint.require_measured(Copied("os", attribute, ""))

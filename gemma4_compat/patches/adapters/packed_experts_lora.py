@@ -73,6 +73,12 @@ def _dequantized_copy(module: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
+PATCH.copies(_LAYER, "ParamWrapper.get_param", "e1a89e443dac")
+PATCH.copies(_LAYER, "ParamWrapper._activate_lora", "0eabfcf932d1 9366694e8a9e eaf8c9d1efec")
+PATCH.copies(_LAYER, "ParamWrapper.merge", "005f8ad1fc18")
+PATCH.copies(_LAYER, "ParamWrapper.unmerge", "f076f845f5a9")
+
+
 @PATCH.around(_LAYER, "ParamWrapper.get_param")
 def get_param(original: Any, self: Any) -> Any:
     parameter = _packed(self)

@@ -35,6 +35,11 @@ PATCH = Patch(
 )
 
 
+PATCH.copies(
+    "peft.utils.integrations", "map_cache_to_layer_device_map", "b41d805e7338 c3510c0bf04e"
+)
+
+
 @PATCH.probe
 def no_device_but_cpu_and_disk() -> Finding:
     """Get the layer devices of a multimodal model that is wholly offloaded."""

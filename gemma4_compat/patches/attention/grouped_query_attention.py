@@ -46,6 +46,8 @@ _SDPA = "transformers.integrations.sdpa_attention"
 _SEVERAL_KERNELS = 256
 #: The queries and keys of a comparison: more than one block of the kernel, and a part of another.
 _QUERIES, _KEYS = 34, 65
+#: With so many keys or more, there is a comparison with one more than this number.
+_MANY_KEYS = 4096
 
 _COMPARED = Launcher("for grouped queries", "transformers copies the keys for each query head")
 
@@ -110,12 +112,13 @@ def _has_same_bits(sdpa: Any, layer: Any, query: Any, key: Any, mask: Any, scali
     dtype = None if mask is None else mask.dtype
     heads, queries, size = query.shape[1:]
     key_heads, queries, device = key.shape[1], min(queries, _QUERIES), query.device
+    keys = _MANY_KEYS + 1 if key.shape[2] >= _MANY_KEYS else _KEYS
 
     def compared() -> bool:
         q = pattern((1, heads, queries, size), query.dtype, device)
-        k, v = (pattern((1, key_heads, _KEYS, size), q.dtype, device, n) for n in (1, 2))
-        seen = torch.ones(1, 1, queries, _KEYS, dtype=torch.bool, device=device)
-        seen = seen.tril(_KEYS - queries)
+        k, v = (pattern((1, key_heads, keys, size), q.dtype, device, n) for n in (1, 2))
+        seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+        seen = seen.tril(keys - queries)
         if dtype is None:  # then the kernel itself leaves out keys after a query
             seen = None
         elif dtype != torch.bool:
@@ -130,7 +133,8 @@ def _has_same_bits(sdpa: Any, layer: Any, query: Any, key: Any, mask: Any, scali
 
     if query.is_meta:
         return True
-    kind = device, query.dtype, dtype, heads, key_heads, size, queries, scaling, allowed_kernels()
+    shape = heads, key_heads, size, queries, keys
+    kind = device, query.dtype, dtype, shape, scaling, allowed_kernels()
     return bool(_COMPARED.get(kind, device, _COMPARED.checked, kind, device, compared))
 
 

@@ -55,6 +55,12 @@ PATCH = Patch(
     former=former("chunked_prefill_images"),
 )
 
+PATCH.copies(
+    "transformers.generation.utils",
+    "GenerationMixin._prefill",
+    "6dae1848d7d6 58ce86f95253 1eebe66dd710 ee89f58da383 03932bda1098 eba843e4d0aa",
+)
+
 #: The input of each kind, and the prefix of the method that encodes it.
 _INPUTS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 #: transformers reads the values of each token by its position in the whole sequence.
@@ -71,6 +77,7 @@ class _Encoded:
 def mend(part: Part, family: Family, *kinds: str) -> None:
     """Register the probe and the replacements for a family's class with these kinds of inputs."""
     module, name = family.module, f"{family.prefix}ForConditionalGeneration"
+    part.copies(module, f"{name}._prefill", PATCH.copied[0].fingerprints)
     part.replaces(module, f"{name}._prefill")(_prefill_of(kinds, module, name))
 
     @part.probe

@@ -55,6 +55,9 @@ def compares_all_rows_at_once() -> Finding:
     return fixed_if(not searches, reason)
 
 
+PATCH.copies(_MODELING, "Gemma4TextModel.get_per_layer_inputs", "4617bea09ff3 d7c8ea126d1a")
+
+
 @PATCH.around(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
 def get_per_layer_inputs(
     original: Any, self: Any, input_ids: Any, *args: Any, **kwargs: Any

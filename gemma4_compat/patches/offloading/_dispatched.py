@@ -17,8 +17,17 @@ _ATTACH = ("attach_align_device_hook", "attach_align_device_hook_on_blocks")
 def use(patch: Patch, way: Way) -> None:
     """Use a way to fetch weights in models that are dispatched while the patch is applied."""
     way.name = patch.name
+    copies_hooks(patch)
     after_dispatch(patch, way.dispatched, begin=way.start)
     patch.on_revert(way.stop)
+
+
+def copies_hooks(patch: Patch) -> None:
+    """The patch does what the methods of accelerate's hooks do, in another way."""
+    patch.copies(
+        "accelerate.hooks", "AlignDevicesHook.pre_forward", "56c059d1fef0 5684ff80a0a5 2794f7f45a6d"
+    )
+    patch.copies("accelerate.hooks", "AlignDevicesHook.post_forward", "f76d21a34059 d3cc269c1b24")
 
 
 def after_dispatch(

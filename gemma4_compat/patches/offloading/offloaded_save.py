@@ -65,6 +65,11 @@ def sequential_hook_is_overlooked() -> Finding:
     return fixed("transformers uses the offload hook") if value is weight else broken()
 
 
+PATCH.copies(
+    "transformers.integrations.accelerate", "load_offloaded_parameter", "609894a8fbd0 5b0ea3008317"
+)
+
+
 @PATCH.around("transformers.integrations.accelerate", "load_offloaded_parameter")
 def load_offloaded_parameter(original: Any, model: Any, param_name: str) -> Any:
     value = offloaded_value(model, param_name)

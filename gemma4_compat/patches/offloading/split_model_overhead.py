@@ -20,6 +20,7 @@ from weakref import ref
 
 from ...engine import Finding, Kind, Patch, fixed_if
 from ...engine.probing import code_at
+from ._dispatched import copies_hooks
 
 PATCH = Patch(
     name="split_model_overhead",
@@ -35,6 +36,10 @@ PATCH = Patch(
 
 #: Types of values that ``send_to_device`` passes on unchanged.
 _PLAIN = (type(None), bool, int, float, str)
+
+
+copies_hooks(PATCH)
+PATCH.copies("accelerate.hooks", "add_hook_to_module", "fdf0697d66fd")
 
 
 @PATCH.probe
