@@ -117,8 +117,9 @@ class Entry:
         inherited from, and its own closure, if a decorator's wrapper refers to itself.
         """
         owner, is_inherited = self.slot.owner, self.before is _ABSENT
-        if isinstance(owner, types.CellType):
-            yield vars(_attribute(self.place).function)
+        if isinstance(owner, types.CellType):  # the function with it has ``__wrapped__``
+            whole = resolve(Place(self.place.module, self.place.attribute))
+            yield vars(_without_ours(whole.function))
         inherited = owner.__mro__ if isinstance(owner, type) and is_inherited else ()
         yield from (self.raw, self.slot.value, self.slot.original, self.slot.before)
         yield from getattr(self.original, "__closure__", None) or ()
@@ -204,24 +205,31 @@ def resolve(place: Place) -> Target:
         Mismatch: the attribute, or a part of its path, does not exist; or its function refers to
             itself, and has no such variable.
     """
-    target, variable = _attribute(place), getattr(place, "variable", "")
-    closure = getattr(target.function, "__closure__", None) if variable else None
-    if closure is None:
+    try:
+        target = Target(*wrapt.resolve_path(sys.modules[place.module], place.attribute))
+    except (AttributeError, KeyError) as error:
+        raise Mismatch(f"{place} does not exist") from error
+    return _in_closure(target, place)
+
+
+def _in_closure(target: Target, place: Place) -> Target:
+    """The cell of a closure that a replacement names, else the attribute."""
+    variable, function = getattr(place, "variable", ""), _without_ours(target.function)
+    if not variable or not getattr(function, "__closure__", None):
         return target
-    code = target.function.__code__
-    cells = dict(zip(code.co_freevars, closure, strict=True))
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
     if variable in cells:
         return Target(cells[variable], "cell_contents", cells[variable].cell_contents)
-    if code.co_name in cells:
+    if function.__code__.co_name in cells:
         raise Mismatch(f"{place} refers to itself, and has no variable {variable}")
     return target
 
 
-def _attribute(place: Place) -> Target:
-    try:
-        return Target(*wrapt.resolve_path(sys.modules[place.module], place.attribute))
-    except (AttributeError, KeyError) as error:
-        raise Mismatch(f"{place} does not exist") from error
+def _without_ours(function: Any) -> Any:
+    """The function below those that replace it."""
+    while isinstance(function, types.FunctionType) and function in _OURS:
+        function = vars(function).get("__wrapped__")
+    return function
 
 
 def _own(owner: Any, name: str) -> Any:
