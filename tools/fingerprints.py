@@ -35,6 +35,7 @@ def in_source(source: str, attribute: str) -> str | None:
     body: list[ast.stmt] = ast.parse(source).body
     node: ast.stmt | None = None
     for name in attribute.split("."):
+        body = [*body, *(inner for each in body if isinstance(each, ast.If) for inner in each.body)]
         node = next((each for each in body if getattr(each, "name", "") == name), None)
         body = getattr(node, "body", [])
     if not isinstance(node, ast.FunctionDef):
@@ -72,8 +73,10 @@ def measured(
 
 def written(text: str, attribute: str, hashes: Iterable[str]) -> str:
     """The source of a patch, with other fingerprints of a function that it copies."""
-    call = rf'(copies\(\s*[\w.\"]+,\s*"{re.escape(attribute)}",\s*)"[\w ]*"'
-    return re.sub(call, rf'\1"{" ".join(hashes)}"', text)
+    call = rf'(copies\(\s*[\w.\"]+,\s*"{re.escape(attribute)}",\s*)(?:"[\w ]*"\s*)+'
+    known = list(hashes)
+    lines = [" ".join(known[start : start + 6]) for start in range(0, len(known), 6)]
+    return re.sub(call, "".join([r"\1", '"', ' " "'.join(lines), '"']), text)
 
 
 def main() -> None:

@@ -38,6 +38,14 @@ PATCH = Patch(
 )
 
 
+PATCH.copies(
+    "transformers.integrations.sdpa_attention",
+    "sdpa_attention_forward",
+    "cd1f40bc6516 3d71a183830f 5bad813857a1 23311cee538c 388c98d1bd3f cb7fe4dd2e04 "
+    "0f71c4b23095 14a5742d6d7f",
+)
+
+
 def _has_few_tokens(layer: Any, hidden_states: Any) -> bool:
     batch, tokens = hidden_states.shape[:2]
     return bool(tokens == 1 or (batch == 1 and tokens <= FEW_TOKENS))
