@@ -281,6 +281,99 @@ def fits(entry):
     return True
 
 
+# -- the worker that changes the bodies of functions that patches copy -----------------------------
+
+
+def segment(source, node):
+    """Where the text of a node begins and ends."""
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    return starts[node.lineno - 1] + node.col_offset, starts[
+        node.end_lineno - 1
+    ] + node.end_col_offset
+
+
+def swapped(source, first, second):
+    """The source with two parts in each other's place; ``None`` if that is the same."""
+    (a, b), (c, d) = sorted((segment(source, first), segment(source, second)))
+    new = source[:a] + source[c:d] + source[b:c] + source[a:b] + source[d:]
+    return None if b > c or new == source else new
+
+
+def bodies_of(source, name):
+    """(change, source) of a function with another body."""
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
+    function = next(node for node in functions if node.name == name)
+    yield "the same", source
+    body = [each for each in function.body if not isinstance(each, ast.Expr)]
+    nodes = [node for each in body for node in ast.walk(each)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    pairs = (swapped(source, *pair) for pair in itertools.combinations(calls, 2))
+    yield "swapped calls", next(filter(None, pairs), None)
+    for node in nodes:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
+            start, end = segment(source, node)
+            yield "another constant", f"{source[:start]}{node.value + 1}{source[end:]}"
+            break
+    simple = (ast.Assign, ast.AugAssign, ast.Expr)
+    for node in [function, *nodes]:
+        block = getattr(node, "body", ())
+        for first, second in itertools.pairwise(block if isinstance(block, list) else ()):
+            if isinstance(first, simple) and isinstance(second, simple):
+                yield "another order", swapped(source, first, second)
+    tests = [node for node in nodes if isinstance(node, (ast.If, ast.IfExp))]
+    for node in tests[:1]:
+        start, end = segment(source, node.test)
+        yield "another condition", f"{source[:start]}not ({source[start:end]}){source[end:]}"
+
+
+def with_body(function, source):
+    """The function, compiled from a source; a method is in the function ``make``."""
+    file = f"<body {next(_numbers)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+    found = {}
+    exec(compile(source, file, "exec", flags, dont_inherit=True), function.__globals__, found)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cell = cells.get("__class__")
+    return (
+        found["make"](cell and cell.cell_contents) if "make" in found else found[function.__name__]
+    )
+
+
+def other_bodies():
+    """The state of each patch after each change to the body of a function that it copies."""
+    import gemma4_compat
+    from gemma4_compat.engine import slots
+
+    engine, results = gemma4_compat._engine, []
+    for record in engine._records:
+        record.patch.requires = ()
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gemma4_compat.install("fast")
+    gemma4_compat.status(import_targets=True)
+    applied = [record for record in engine._records if record.state.value == "applied"]
+    copied = {(r.patch.name, each) for r in applied for each in r.layer.copied}
+    gemma4_compat.uninstall()
+    for name, place in sorted(copied, key=str):
+        owner, attribute, raw = slots.resolve(place)
+        if isinstance(owner, type):
+            owner = next(cls for cls in owner.__mro__ if attribute in vars(cls))
+        function = inspect.unwrap(raw)
+        source = inspect.getsource(function)
+        if source.startswith(" "):
+            space = source[: -len(source.lstrip())]
+            source = f"def make(__class__):\n{source}{space}return {function.__name__}\n"
+        for change, new in bodies_of(source, function.__name__):
+            if new is not None:
+                setattr(owner, attribute, with_body(function, new))
+                found = gemma4_compat.install(name)[name]
+                results.append([name, str(place), change, found.state.value, found.reason])
+                gemma4_compat.uninstall(name)
+        setattr(owner, attribute, raw)
+    return results
+
+
 # -- the worker that imports changed libraries -----------------------------------------------------
 
 
@@ -462,6 +555,20 @@ def test_patches_that_step_aside_leave_nothing(changes):
         if found["state"] != "applied":
             assert found["untouched"], found
         assert found["left"] == [], found
+
+
+@pytest.mark.slow
+def test_other_bodies_of_what_is_copied():
+    """A patch is for the code that it copies, also if only the order or a number differs."""
+    results = worker("other_bodies")
+    assert {change for _, _, change, *_ in results} == {
+        "the same", "swapped calls", "another constant", "another order", "another condition",
+    }  # fmt: skip
+    for name, place, change, state, reason in results:
+        if change == "the same":
+            assert state == "applied", (name, place, reason)
+        else:
+            assert (state, "has other code" in reason) == ("drifted", True), (name, place, change)
 
 
 def patches_without(changed):

@@ -73,7 +73,7 @@ def measured(
 
 def written(text: str, attribute: str, hashes: Iterable[str]) -> str:
     """The source of a patch, with other fingerprints of a function that it copies."""
-    call = rf'(copies\(\s*[\w.\"]+,\s*"{re.escape(attribute)}",\s*)(?:"[\w ]*"\s*)+'
+    call = rf'((?:copies|Copied)\(\s*[\w.\"]+,\s*"{re.escape(attribute)}",\s*)(?:"[\w ]*"\s*)+'
     known = list(hashes)
     lines = [" ".join(known[start : start + 6]) for start in range(0, len(known), 6)]
     return re.sub(call, "".join([r"\1", '"', ' " "'.join(lines), '"']), text)
@@ -91,7 +91,9 @@ def main() -> None:
         patch, folder = module.PATCH, Path(str(module.__file__)).parent
         if options.patches and patch.name not in options.patches:
             continue
-        for copied, gate in copied_by(patch):
+        tuples = (value for value in vars(module).values() if type(value) is tuple)
+        others = (each for value in tuples for each in value if isinstance(each, Copied))
+        for copied, gate in (*copied_by(patch), *((each, []) for each in others)):
             releases = data.releases(copied.module.partition(".")[0])
             table = measured(copied, gate, releases, overlays)
             print(f"{patch.name}: {copied}")

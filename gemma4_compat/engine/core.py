@@ -19,7 +19,7 @@ from typing import Any
 
 from . import gate
 from .errors import PatchError, suggestion
-from .fingerprint import require_measured
+from .fingerprint import is_measured
 from .gate import Outcome
 from .imports import Imports
 from .overview import Overview
@@ -405,8 +405,7 @@ class Engine:
                 return self._set(record, state, finding.reason)
             for name in record.layer.names:
                 look_up(name)
-            for copied in record.layer.copied:
-                require_measured(copied)
+            _require_measured(record)
             self._stack.put(record.layer)
         except Mismatch as error:
             self._set(record, State.DRIFTED, str(error))
@@ -425,6 +424,9 @@ class Engine:
         except (AttributeError, ImportError, TypeError) as error:
             # The code that it examines is gone, or takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")
+        except Exception:
+            _require_measured(record)
+            raise
 
     def _take_off(self, records: Iterable[Record]) -> bool:
         """Undo patches, and arm them.  The caller may set another state afterwards."""
@@ -528,6 +530,13 @@ class Engine:
                 hint = suggestion(name, self._parts)
                 raise ValueError(f"no patch is named {name!r}{hint}: status() lists all")
         return [r for r in self._records if r.patch.name in known.values() or not names]
+
+
+def _require_measured(record: Record) -> None:
+    for copied in itertools.filterfalse(is_measured, record.layer.copied):
+        raise Mismatch(
+            f"{copied} has other code than in the measured releases, or no source that can be read"
+        )
 
 
 @contextmanager

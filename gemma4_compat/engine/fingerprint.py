@@ -12,7 +12,7 @@ from tokenize import TokenError, generate_tokens
 from typing import Any
 
 from .patch import Copied
-from .slots import Mismatch, resolve
+from .slots import resolve
 
 _LEFT_OUT = (token.COMMENT, token.NL, token.ENDMARKER)
 _BLOCKS = {token.INDENT: "\t", token.DEDENT: "\n"}
@@ -22,18 +22,13 @@ _STARTS, _ENDS = (
 )
 
 
-def require_measured(copied: Copied) -> None:
-    """Check that a function that a patch copies has the code of a measured release.
-
-    Raises:
-        Mismatch: it has other code, or its source cannot be read.
-    """
+def is_measured(copied: Copied) -> bool:
+    """Whether a function that a patch copies has the code of a measured release."""
     try:
         found = fingerprint(resolve(copied).function)
-    except (AttributeError, OSError, SyntaxError, TokenError, TypeError) as error:
-        raise Mismatch(f"the source of {copied}, which it copies, cannot be read") from error
-    if found not in copied.fingerprints.split():
-        raise Mismatch(f"{copied}, which it copies, has other code than in measured releases")
+    except (AttributeError, OSError, SyntaxError, TokenError, TypeError):
+        return False
+    return found in copied.fingerprints.split()
 
 
 def fingerprint(function: Any) -> str:

@@ -17,7 +17,6 @@ import pytest
 
 from gemma4_compat.engine import fingerprint
 from gemma4_compat.engine.patch import Copied
-from gemma4_compat.engine.slots import Mismatch
 from tests.engine.conftest import logged
 
 BODY = '''
@@ -153,7 +152,7 @@ def test_other_pythons(tmp_path):
 
     source = inspect.getsource(fingerprint)
     source = source.replace("from .patch import Copied", "Copied = object")
-    source = source.replace("from .slots import Mismatch, resolve", "Mismatch = TypeError")
+    source = source.replace("from .slots import resolve", "")
     (tmp_path / "alone.py").write_text(source)
     texts = [inspect.getsource(module) for module in (dataclasses, json.decoder, typing)]
     (tmp_path / "sample.py").write_text("\n".join([*texts, *(f"{s} + ü\n" for s in STRINGS)]))
@@ -202,7 +201,9 @@ def test_changed_code(lib, copying, make, caplog):
     status = engine.status()["sums"]
     assert status.state == "drifted"
     name = f"{lib.name}.sums.total"
-    assert status.reason == f"{name}, which it copies, has other code than in measured releases"
+    assert status.reason == (
+        f"{name} has other code than in the measured releases, or no source that can be read"
+    )
     assert module.other(1) == 4
     assert len(logged(caplog, logging.WARNING)) == 1
 
@@ -216,7 +217,7 @@ def test_no_source(lib, copying, make):
     engine = make(patch)
     assert lib.load("sums").other(1) == 4
     status = engine.status()["sums"]
-    assert (status.state, "cannot be read" in status.reason) == ("drifted", True)
+    assert (status.state, "no source that can be read" in status.reason) == ("drifted", True)
 
 
 def test_a_function_that_is_gone(lib, copying, make):
@@ -235,5 +236,4 @@ def test_code_that_these_versions_do_not_have(lib, copying, make):
 
 def test_no_python_function():
     for attribute in ("sep", "path.join.__name__", "getcwd"):
-        with pytest.raises(Mismatch, match="cannot be read"):
-            fingerprint.require_measured(Copied("os", attribute, ""))
+        assert not fingerprint.is_measured(Copied("os", attribute, "0" * 12))

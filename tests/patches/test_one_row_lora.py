@@ -8,7 +8,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import gemma4_compat
-from gemma4_compat.patches.adapters import one_row_lora as patch
 from gemma4_compat.runtime.kernels import compiler, launch, one_row_4bit
 from gemma4_compat.runtime.kernels import one_row_lora as kernel
 from gemma4_compat.runtime.kernels.compiler import KernelError

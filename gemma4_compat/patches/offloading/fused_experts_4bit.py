@@ -25,7 +25,9 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
+from ...engine.fingerprint import is_measured
 from ...engine.gate import holds
+from ...engine.patch import Copied
 from ...engine.probing import code_of, mentions
 from ...runtime.experts.forward import Upstream, forward_4bit
 from ...runtime.experts.packed import (
@@ -283,6 +285,15 @@ def _are_packed_in(files: Iterable[str] | None) -> bool:
 # -- the loaded model ---------------------------------------------------------------------------
 
 
+#: What the kernels for a few tokens compute; with other code, transformers' own functions run.
+_FEW_TOKENS = (
+    Copied(
+        "transformers.integrations.moe",
+        "batched_mm_experts_forward",
+        "365ecdb9ee4a 2469c64fdef5 d8cafca687f2 2ae427542aec cf1bc6a7c963",
+    ),
+    Copied("transformers.integrations.moe", "_default_apply_gate", "b1f348c827c4"),
+)
 _forwards: weakref.WeakSet[Any] = weakref.WeakSet()  # those that compute with experts in 4 bits
 _quantized: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose experts were loaded in 4 bits
 
@@ -292,7 +303,7 @@ def experts_forward(original: Any) -> Any:
     import torch
 
     run: Any = forward_4bit
-    upstream = Upstream(original)
+    upstream = Upstream(original, all(map(is_measured, _FEW_TOKENS)))
     if holds("bitsandbytes<0.50"):  # whose kernels recurse without end in a compiled graph
         run = torch.compiler.disable(forward_4bit)
 

@@ -20,6 +20,7 @@ from weakref import ref
 
 from ...engine import Finding, Kind, Patch, fixed_if
 from ...engine.probing import code_at
+from ...runtime.kernels.watch import is_upstreams
 from ._dispatched import copies_hooks
 
 PATCH = Patch(
@@ -80,7 +81,7 @@ def add_hook_to_module(original: Any) -> Any:
         nonlocal checked
         pre, post = AlignDevicesHook.pre_forward, AlignDevicesHook.post_forward
         if checked[0]() is not pre or checked[1]() is not post:
-            checked = ref(pre), ref(post), _is_known(pre) and _is_known(post)
+            checked = ref(pre), ref(post), is_upstreams(pre) and is_upstreams(post)
         return checked[2]
 
     def forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -111,18 +112,6 @@ def add_hook_to_module(original: Any) -> Any:
         return not isinstance(value, (tuple, list, Mapping))
 
     return add_hook_to_module
-
-
-def _is_known(function: Any) -> bool:
-    """Whether a method is accelerate's own, or a replacement by this package."""
-    known = (__name__.partition(".")[0], "accelerate", "torch")
-    while function is not None:
-        # ``functools.wraps`` copies the name of the module, but not the globals.
-        namespace = getattr(function, "__globals__", {})  # a mock has none
-        if str(namespace.get("__name__")).partition(".")[0] not in known:
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
 
 
 @cache
