@@ -25,7 +25,7 @@ from .imports import Imports
 from .overview import Overview
 from .patch import Finding, Kind, Patch, Verdict, broken, drifted
 from .record import BUG_GONE, BUG_REMAINS, Record, required_first, state_of, whole
-from .references import count_held, holders
+from .references import count, holders
 from .slots import Mismatch, look_up
 from .stack import Layer, Stack, originals
 from .status import About, State, Status
@@ -77,6 +77,8 @@ class Engine:
         self._busy = False
         self._stale = False
         self._undecided = False
+        #: whether replacements were removed since references to them were counted
+        self._removed = False
         if hasattr(os, "register_at_fork") and not _ENGINES:
             # A child must not inherit a lock that no thread of it holds, nor a half-applied patch.
             os.register_at_fork(
@@ -204,9 +206,8 @@ class Engine:
                 elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstall()")
             self._block()
-            self._stale = True
+            self._stale = self._removed = True
             self._settle()
-            self._count_kept()
         return self.status()
 
     def status(self) -> Status:
@@ -361,16 +362,21 @@ class Engine:
         if any(record.is_late for record in armed):
             gc.collect()  # what nobody can call any more holds no function
         before, keepers = holders(functions), self._stack.keepers() if functions else set()
-        self._apply_all()
-        while (unsupported := self._unsupported()) and self._take_off(unsupported):
-            self._block()
+        try:
             self._apply_all()
+            while (unsupported := self._unsupported()) and self._take_off(unsupported):
+                self._block()
+                self._apply_all()
+        finally:
+            self._stack.settle()
+        if self._removed:
             self._count_kept()
         keepers |= self._stack.keepers() if functions else set()
+        found = count(before, {*map(id, functions)}, keepers)
         for record in armed:
             if record.state is State.APPLIED:
                 if late.get(record):
-                    record.held = count_held(before, dict.fromkeys(late[record], keepers))
+                    record.held = sum(found[each] for each in late[record])
                 text = (
                     f"{record.held} reference(s) made before the patch still point to the original"
                 )
@@ -431,6 +437,7 @@ class Engine:
     def _take_off(self, records: Iterable[Record]) -> bool:
         """Undo patches, and arm them.  The caller may set another state afterwards."""
         removed = self._stack.take_off([record.layer for record in records])
+        self._removed = self._removed or bool(removed)
         self._rearm(removed)
         return bool(removed)
 
@@ -441,9 +448,12 @@ class Engine:
                 record.state, record.unwanted = State.ARMED, False
 
     def _count_kept(self) -> None:
-        for record in self._records:
-            if not record.layer.entries and record.layer.made:
-                record.kept = record.layer.references()
+        self._removed = False
+        off = [r for r in self._records if not r.layer.entries and r.layer.made]
+        functions = [function for record in off for function in record.layer.alive()]
+        found = count(holders(functions), {*map(id, functions)})
+        for record in off:
+            record.kept = sum(found[id(function)] for function in record.layer.alive())
 
     # -- what patches require of each other ---------------------------------------------------
 

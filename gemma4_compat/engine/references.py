@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from .slots import Entry, Slot, Target
@@ -24,14 +25,13 @@ def holders(functions: Sequence[Any]) -> list[Any]:
     return [each for each in referrers if id(each) not in ignored and not isinstance(each, ours)]
 
 
-def count_held(holders: Iterable[Any], expected: Mapping[int, set[int]]) -> int:
-    """How many references the holders still have, without the expected ones.
+def count(
+    holders: Iterable[Any], functions: Collection[int], expected: Collection[int] = ()
+) -> Counter[int]:
+    """How many references the holders still have to each of the functions, which are ids.
 
-    ``expected`` maps the id of a function to the ids of the objects that may keep referring to it.
+    ``expected`` are the ids of the holders that may keep referring to them.
     """
-    return sum(
-        id(holder) not in expected[id(held)]
-        for holder in holders
-        for held in gc.get_referents(holder)
-        if id(held) in expected
-    )
+    unexpected = [holder for holder in holders if id(holder) not in expected]
+    referents = (id(each) for holder in unexpected for each in gc.get_referents(holder))
+    return Counter(each for each in referents if each in functions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -11,7 +12,6 @@ from typing import Any
 
 from . import gate
 from .patch import Copied, Part, Patch, Replacement
-from .references import holders
 from .slots import Entry, Slot, former, rebind, resolve
 
 logger = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ class Layer:
         """Whether it is around an attribute that is inherited from one of the other layer."""
         return any(own.slot.inherits(e.slot) for own in self.entries for e in other.entries)
 
-    def references(self) -> int:
-        """How many references to its replacements, present or former, exist."""
+    def alive(self) -> list[Any]:
+        """Its replacements, present or former, that are still referenced."""
         alive = [function for function in (each() for each in self.made) if function is not None]
         self.made[:] = [weakref.ref(function) for function in alive]
-        return len(holders(alive))
+        return alive
 
 
 class Stack:
@@ -88,6 +88,10 @@ class Stack:
     outermost.  When one is put or removed, the attribute is built again from those that are left.
     If other code has changed the attribute, its layers stay until that is undone, and so do the
     layers that they need.
+
+    The modules of all targets, where probes and other layers look, have the present functions at
+    once.  Any other module that took a former one gets the present one in ``settle``, since to look
+    at all modules takes 20 ms.
     """
 
     def __init__(self) -> None:
@@ -95,6 +99,8 @@ class Stack:
         #: removed with others, because a factory failed; to be put again
         self.lost: list[Layer] = []
         self._slots: list[Slot] = []
+        #: by id: a function that other modules may have, and the present one in its place
+        self._moved: dict[int, tuple[Any, Any]] = {}
 
     def put(self, layer: Layer) -> None:
         """Put all replacements of a layer in place, or none.
@@ -130,6 +136,11 @@ class Stack:
             except Exception:
                 logger.warning("%s: on_revert failed", layer.patch.name, exc_info=True)
         return removed
+
+    def settle(self) -> None:
+        """Rebind what any module took of all that was put and removed since the last time."""
+        rebind(self._moved.values(), [*sys.modules.values()])
+        self._moved = {}
 
     def keepers(self) -> set[int]:
         """The ids of what may keep referring to the originals: the engine, and what it made."""
@@ -175,7 +186,7 @@ class Stack:
             raise
         layer.entries.append(entry)
         self._slots += [] if slot in self._slots else [slot]
-        rebind([pair] if pair else ())
+        self._move([pair])
         if failed := self._follow([slot]):
             self.lost += failed
             self._remove(failed)
@@ -202,10 +213,20 @@ class Stack:
         for layer in layers:
             layer.entries, layer.is_first = [], False
         self._slots = [slot for slot in self._slots if slot.entries]
-        rebind(filter(None, pairs))
+        self._move(pairs)
         failed += self._follow(changed)
         self.lost += failed
         return [*layers, *(self._remove(failed) if failed else ())]
+
+    def _move(self, pairs: Iterable[tuple[Any, Any] | None]) -> None:
+        for old, new in filter(None, pairs):
+            for key, (former, present) in self._moved.items():
+                if present is old:
+                    self._moved[key] = former, new
+            self._moved[id(old)] = old, new
+        if self._moved:
+            names = {each.module for layer in self.layers for each in layer.patch.targets}
+            rebind(self._moved.values(), [sys.modules.get(name) for name in names])
 
     def _layers_of(self, entries: Iterable[Entry]) -> list[Layer]:
         some = {*entries}
