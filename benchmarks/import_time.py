@@ -1,10 +1,12 @@
-"""Measure ``import gemma4_compat``, as a share of importing the libraries that it patches.
+"""Measure what this package adds to the import of the libraries, and what a `disabled` block costs.
 
     python benchmarks/import_time.py [ROUNDS]
 
-Each round starts fresh interpreters one after the other, so that noise affects all of them alike.
-The figures are medians.  The last one is the time to import everything ÷ the libraries alone: what
-the hooks and patches add to the import of the libraries.
+All figures are CPU time, which other programs disturb less than the time on a clock.  Each round
+starts fresh interpreters one after the other, so that what disturbs them affects all alike; the
+figures are medians.  "added" is the import of everything without that of the libraries.  The blocks
+are ``with disabled(NAME): pass``, for each applied patch, in two processes: in one this package was
+imported first, in the other after the libraries.  The second block of three counts.
 """
 
 from __future__ import annotations
@@ -14,21 +16,34 @@ import subprocess
 import sys
 
 LIBRARIES = "import torch, transformers, accelerate, peft, bitsandbytes"
-TIMED = "import time; t = time.perf_counter(); {}; print('seconds', time.perf_counter() - t)"
+TIMED = "import time; t = time.process_time(); {}; print('found', time.process_time() - t)"
 RUNS = {
     "gemma4_compat": TIMED.format("import gemma4_compat"),
     "libraries": TIMED.format(LIBRARIES),
     "both": TIMED.format(f"import gemma4_compat; {LIBRARIES}"),
 }
+BLOCKS = """
+import statistics, time
+{}
+import gemma4_compat
+def block(name):
+    t = time.process_time()
+    with gemma4_compat.disabled(name):
+        pass
+    return time.process_time() - t
+for each in gemma4_compat.status(import_targets=True):
+    if each.state == "applied":
+        print("found", statistics.median(block(each.name) for _ in range(3)), each.name)
+"""
 
 
-def seconds(code: str) -> float:
-    """Seconds that a fresh interpreter takes for ``code``."""
+def found(code: str) -> list[tuple[float, str]]:
+    """What a fresh interpreter finds with ``code``: seconds, and what they are for."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("seconds ")]
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith("found ")]
     if not lines:
         sys.exit(f"failed: {code}\n{result.stderr}")
-    return float(lines[-1].split()[1])
+    return [(float(line[1]), " ".join(line[2:])) for line in lines]
 
 
 def main(rounds: int = 7) -> None:
@@ -36,15 +51,20 @@ def main(rounds: int = 7) -> None:
     for number in range(rounds + 1):
         print(f"\rround {number} of {rounds}", end="", file=sys.stderr, flush=True)
         for name, code in RUNS.items():
-            taken = seconds(code)
+            taken = found(code)[0][0]
             if number:  # the first round only fills the file cache
                 samples[name].append(taken)
     print(file=sys.stderr)
     median = {name: statistics.median(values) for name, values in samples.items()}
+    added = [both - alone for both, alone in zip(samples["both"], samples["libraries"])]
+    median["added"] = statistics.median(added)
+    print("CPU time")
     for name, value in median.items():
-        print(f"{name:14} {1000 * value:8.1f} ms")
-    print(f"import gemma4_compat / libraries: {median['gemma4_compat'] / median['libraries']:.2%}")
-    print(f"both / libraries:                 {median['both'] / median['libraries']:.3f}")
+        print(f"  {name:32} {1000 * value:8.1f} ms")
+    for title, first in (("first", ""), ("after the libraries", LIBRARIES)):
+        print(f"a disabled block, this package imported {title}")
+        for value, name in sorted(found(BLOCKS.format(first)), reverse=True):
+            print(f"  {name:32} {1000 * value:8.1f} ms")
 
 
 if __name__ == "__main__":

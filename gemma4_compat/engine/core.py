@@ -25,7 +25,7 @@ from .imports import Imports
 from .overview import Overview
 from .patch import Finding, Kind, Patch, Verdict, broken, drifted
 from .record import BUG_GONE, BUG_REMAINS, Record, required_first, state_of, whole
-from .references import count, holders
+from .references import count, counts, holders
 from .slots import Mismatch, look_up
 from .stack import Layer, Stack, originals
 from .status import About, State, Status
@@ -302,7 +302,7 @@ class Engine:
             affects = record.patch.gate_of(record.layer.unit)
             evaluation = gate.evaluate(affects, self._floors)
             record.versions = evaluation.versions
-            record.layer.replacements  # noqa: B018  (evaluates the gate of each replacement)
+            record.modules = dict.fromkeys(each.module for each in record.layer.replacements)
         except ValueError as error:
             return self._set(record, State.FAILED, f"a version gate is invalid: {error}")
         if not self._switches.everything:
@@ -346,19 +346,14 @@ class Engine:
         self._decide()
         self._block()
         armed = [record for record in self._records if record.state is State.ARMED]
-        # Scan all objects only for modules that were imported before the engine watched them, or
-        # before the patch was asked for.  A scan at each import would cost too much.
         functions: list[Any] = []
         late: dict[Record, set[int]] = {}
         for record in filter(self._can_be_applied, armed):
-            places = [
-                each
-                for each in record.layer.to_put
-                if record.is_late or not self._imports.watches(each.module)
-            ]
-            start = len(functions)
-            functions += originals(places)
-            late[record] = {*map(id, functions[start:])}
+            taken = self._taken(record)
+            if record.is_late or counts(taken) != record.then:  # else what held them still does
+                functions += taken
+                late[record] = {*map(id, taken)}
+        taken = []
         if any(record.is_late for record in armed):
             gc.collect()  # what nobody can call any more holds no function
         before, keepers = holders(functions), self._stack.keepers() if functions else set()
@@ -385,6 +380,16 @@ class Engine:
             elif record.state is State.ARMED:
                 self._set(record, State.ARMED, self._waits_for(record))
 
+    def _taken(self, record: Record) -> list[Any]:
+        """The originals that other code may have: their modules were imported before the engine
+        watched them, or before the patch was asked for.
+
+        To find who has them takes a scan of all objects, which would cost too much at each import.
+        """
+        places = record.layer.to_put
+        is_watched = self._imports.watches
+        return originals(p for p in places if record.is_late or not is_watched(p.module))
+
     def _can_be_applied(self, record: Record) -> bool:
         """Whether it can be applied now, or once the patches that it requires are applied."""
         if record.state is not State.ARMED or self._waiting(record):
@@ -397,7 +402,8 @@ class Engine:
         while waiting:
             waiting = False
             for record in self._records:
-                if record.state is State.ARMED and not self._waits_for(record):
+                is_armed = record.state is State.ARMED and not self._waiting(record)
+                if is_armed and not self._needs(record, (State.ARMED,)):
                     self._apply(record)
                     waiting = True
             self._block()
@@ -454,6 +460,7 @@ class Engine:
         found = count(holders(functions), {*map(id, functions)})
         for record in off:
             record.kept = sum(found[id(function)] for function in record.layer.alive())
+            record.then = counts(self._taken(record))
 
     # -- what patches require of each other ---------------------------------------------------
 
@@ -524,8 +531,7 @@ class Engine:
     def _waiting(self, record: Record) -> list[str]:
         if record.state is not State.ARMED:
             return []
-        modules = dict.fromkeys(replacement.module for replacement in record.layer.replacements)
-        return [module for module in modules if not self._imports.is_imported(module)]
+        return [module for module in record.modules if not self._imports.is_imported(module)]
 
     # -- bookkeeping ----------------------------------------------------------------------------
 

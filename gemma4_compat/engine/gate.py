@@ -65,9 +65,7 @@ def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) ->
     Raises:
         ValueError: a requirement is not valid.
     """
-    from packaging.requirements import Requirement
-
-    requirements = [Requirement(text) for text in affects]
+    requirements = [_parsed(text) for text in affects]
     outcomes = {requirement: _check(requirement) for requirement in requirements}
     missing = {each.name for each, outcome in outcomes.items() if outcome is Outcome.MISSING}
     found = dict.fromkeys(each.name for each in requirements if each.name not in missing)
@@ -88,9 +86,7 @@ def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) ->
 
 def too_old(floors: Mapping[str, str]) -> dict[str, str]:
     """The installed distributions that are older than these versions, and a text about each."""
-    from packaging.requirements import Requirement
-
-    floor_of = {name: Requirement(f"{name}>={floor}") for name, floor in floors.items()}
+    floor_of = {name: _parsed(f"{name}>={floor}") for name, floor in floors.items()}
     return {
         name: f"{name} {installed_version(name)} is too old (needs {floors[name]})"
         for name, floor in floor_of.items()
@@ -105,9 +101,7 @@ def upgrade(floors: Mapping[str, str]) -> str:
 
 def holds(requirement: str) -> bool:
     """Whether one requirement is met.  An unknown or pre-release version meets it."""
-    from packaging.requirements import Requirement
-
-    return _check(Requirement(requirement)) in (Outcome.INSIDE, Outcome.UNDECIDED)
+    return _check(_parsed(requirement)) in (Outcome.INSIDE, Outcome.UNDECIDED)
 
 
 def later(versions: Mapping[str, str | None], newest: Mapping[str, str]) -> list[str]:
@@ -122,6 +116,13 @@ def later(versions: Mapping[str, str | None], newest: Mapping[str, str]) -> list
             if name in newest and Version(release) > Version(newest[name]):
                 releases.append(f"{name} {version}")
     return releases
+
+
+@cache
+def _parsed(requirement: str) -> Requirement:
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement)
 
 
 def _check(requirement: Requirement) -> Outcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
@@ -42,12 +42,16 @@ class Record:
     held: int = 0
     #: how many references to its replacements existed when it was undone
     kept: int = 0
+    #: how many references to each original existed then
+    then: list[int] | None = None
     #: how many blocks of ``disabled`` are open
     blocks: int = 0
     #: whether it is on after them
     outside: bool = False
     logged: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
+    #: those of its targets, once it is armed
+    modules: Collection[str] = ()
 
     @property
     def patch(self) -> Patch:
@@ -61,9 +65,10 @@ class Record:
 
 
 def required_first(parts: Mapping[str, list[Record]]) -> list[Record]:
-    """The records, ordered so that each follows those that it requires."""
+    """The records that require others, ordered so that each follows those that it requires."""
     graph = {name: records[0].patch.requires for name, records in parts.items()}
-    return [record for name in TopologicalSorter(graph).static_order() for record in parts[name]]
+    order = (name for name in TopologicalSorter(graph).static_order() if graph[name])
+    return [record for name in order for record in parts[name]]
 
 
 def whole(records: Sequence[Record]) -> Record:
