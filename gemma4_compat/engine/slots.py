@@ -175,11 +175,14 @@ class Slot:
         Raises:
             Exception: A factory failed; then nothing was changed.
         """
+        # Before anything here refers to the value, too.
+        is_shared = isinstance(self.owner, types.ModuleType) and (
+            not self.entries
+            or vars(self.owner).get(self.name) is not self.value
+            or _references(self) > _references_of_a_module(self.is_set)
+        )
         value = self.entries[first - 1].value if first else self.original
         before = [(entry, entry.raw, entry.replacement) for entry in self.entries[first:]]
-        is_shared = isinstance(self.owner, types.ModuleType) and (
-            not self.entries or _references(self) > _references_of_a_module(self.is_set)
-        )
         old = self.value
         try:
             for entry in self.entries[first:]:

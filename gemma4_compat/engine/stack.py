@@ -176,6 +176,7 @@ class Stack:
     def _add(self, layer: Layer, place: Replacement, order: int) -> None:
         target = resolve(place)
         slot = next((each for each in self._slots if each.holds(target)), None) or Slot(target)
+        del target  # `rebuild` would count its reference to the value
         entry = Entry(place, slot, made=layer.made, order=order)
         index = sum(each.order <= order for each in slot.entries)
         slot.entries.insert(index, entry)
