@@ -16,7 +16,7 @@ from importlib import metadata
 
 import pytest
 
-from gemma4_compat.engine import Engine, Kind, Patch, broken, drifted, fixed, read
+from gemma4_compat.engine import Engine, Kind, Patch, broken, core, drifted, fixed, read, stack
 from gemma4_compat.engine.status import PatchStatus, State, Status
 from gemma4_compat.errors import PatchError
 
@@ -1115,3 +1115,108 @@ def test_the_bug_is_gone_for_one_model_and_the_other_is_not_imported(lib, make):
     m, _ = lib.load("m"), lib.load("a")
     assert engine.status()["family"].parts == {"A": State.FIXED, "B": State.ARMED}
     assert m.g() == "needing>g"
+
+
+def looks_at_all_modules(monkeypatch):
+    """The number of scans of all modules, in a list that grows."""
+    rebind, looked = stack.rebind, []
+
+    def counting(pairs, modules):
+        looked.extend([True] * (bool(pairs) and len(modules) > len(sys.modules) // 2))
+        rebind(pairs, modules)
+
+    monkeypatch.setattr(stack, "rebind", counting)
+    return looked
+
+
+def test_one_scan_of_all_modules_each_time(lib, make, monkeypatch):
+    """Not one for each function that other modules have."""
+    m = lib.load("m")
+    lib.write("user", "from LIB.m import f, g, f as other")
+    user, looked = lib.load("user"), looks_at_all_modules(monkeypatch)
+    engine = make(*(lib.patch(name, "m:f", "m:g", "m:Base.method") for name in "abc"))
+    assert len(looked) == 1
+    assert (user.f(), user.g(), user.other()) == ("c>b>a>f", "c>b>a>g", "c>b>a>f")
+    for change in (engine.uninstall, engine.install):
+        looked.clear()
+        change("b")
+        assert len(looked) == 1
+        assert (user.f(), user.g()) == (m.f(), m.g())
+    looked.clear()
+    with engine.disabled(["a", "c"]):
+        assert user.f() == user.other() == "b>f"
+    assert len(looked) == 2
+    assert user.f() == user.other() == "c>b>a>f"
+    del user.f, user.g, user.other
+    looked.clear()
+    engine.uninstall("a")
+    assert not looked, "no other module has them"
+
+
+def test_no_search_for_references_in_a_block_that_adds_none(lib, make, monkeypatch):
+    """What was held stays said; what a block adds is said, too."""
+    m = lib.load("m")
+    kept, searched, holders = [functools.partial(m.f)], [], core.holders
+    engine = make(lib.patch("p", "m:f"), lib.patch("q", "m:g"))
+
+    def searching(functions):
+        searched.extend([True] * bool(functions))
+        return holders(functions)
+
+    monkeypatch.setattr(core, "holders", searching)
+    for _ in range(2):
+        with engine.disabled(["p"]) as status:
+            assert status["p"].reason == "uninstall()"
+        assert engine.status()["p"].held == 1
+    assert not searched
+    with engine.disabled(["p"]):
+        kept.append(functools.partial(m.f))
+    assert (engine.status()["p"].held, bool(searched)) == (2, True)
+    with engine.disabled(["p"]):
+        kept.clear()
+    assert engine.status().ok
+
+
+def test_a_probe_that_is_interrupted_leaves_no_former_function(lib, make):
+    """What was put in place before it is in place everywhere."""
+    m, n = lib.load("m"), lib.load("n")
+    lib.write("user", "from LIB.m import f")
+    user = lib.load("user")
+
+    def probe():
+        user.between = m.f
+        raise KeyboardInterrupt
+
+    interrupted = lib.patch("q", "m:g", probe=probe)
+    engine = make(lib.patch("p", "m:f"), interrupted, lib.patch("r", "m:f"), install=False)
+    with pytest.raises(KeyboardInterrupt):
+        engine.install()
+    assert m.f() == n.captured() == user.f() == user.between() == "p>f"
+    interrupted.probe_function = None
+    engine.install()
+    assert m.f() == n.captured() == user.f() == user.between() == "r>p>f"
+    engine.uninstall()
+    assert m.f is n.captured is user.f is user.between
+
+
+def test_what_a_user_takes_between_two_replacements(lib, make):
+    """A probe runs code of a user, which takes the function while patches are put in place."""
+    m = lib.load("m")
+    lib.write("user", "from LIB.m import f as first")
+    user, original = lib.load("user"), m.f
+    taken = []
+
+    def probe():
+        taken.append(m.f)
+        setattr(user, f"between{len(taken)}", m.f)
+        return broken()
+
+    names = "abc"
+    engine = make(*(lib.patch(name, "m:f", probe=probe) for name in names))
+    values = [user.first, user.between1, user.between2, user.between3]
+    assert [each() for each in values] == ["c>b>a>f"] * 4
+    assert len({*taken}) == 3
+    engine.uninstall("b")
+    assert user.first() == user.between1() == user.between3() == m.f() == "c>a>f"
+    engine.uninstall()
+    assert user.first is user.between1 is user.between2 is user.between3 is m.f is original
