@@ -56,8 +56,8 @@ def main(rounds: int = 7) -> None:
                 samples[name].append(taken)
     print(file=sys.stderr)
     median = {name: statistics.median(values) for name, values in samples.items()}
-    added = [both - alone for both, alone in zip(samples["both"], samples["libraries"])]
-    median["added"] = statistics.median(added)
+    pairs = zip(samples["both"], samples["libraries"], strict=True)
+    median["added"] = statistics.median(both - alone for both, alone in pairs)
     print("CPU time")
     for name, value in median.items():
         print(f"  {name:32} {1000 * value:8.1f} ms")

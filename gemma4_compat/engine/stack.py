@@ -221,9 +221,9 @@ class Stack:
 
     def _move(self, pairs: Iterable[tuple[Any, Any] | None]) -> None:
         for old, new in filter(None, pairs):
-            for key, (former, present) in self._moved.items():
+            for key, (first, present) in self._moved.items():
                 if present is old:
-                    self._moved[key] = former, new
+                    self._moved[key] = first, new
             self._moved[id(old)] = old, new
         if self._moved:
             names = {each.module for layer in self.layers for each in layer.patch.targets}

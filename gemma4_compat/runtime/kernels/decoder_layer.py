@@ -138,7 +138,9 @@ def _may_run(original: Any, x: Any) -> bool:
     import torch
 
     return (
-        not torch.compiler.is_compiling()  # which should see the original
+        type(x) is torch.Tensor
+        and x.is_cuda
+        and not torch.compiler.is_compiling()  # which should see the original
         and plain()(x)
         and x.dim() > 0
         and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]

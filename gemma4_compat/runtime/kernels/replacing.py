@@ -50,9 +50,9 @@ def plain(gradients: bool = False) -> Callable[[Any], bool]:
 
     def is_plain(tensor: Any) -> bool:
         return (
-            not is_compiling()
-            and type(tensor) is Tensor
+            type(tensor) is Tensor
             and tensor.is_cuda
+            and not is_compiling()
             and (has_gradients() if gradients else not has_gradients() and not autocasts("cuda"))
             and not modes()
             and (not function_modes() or are_defaults())

@@ -25,7 +25,7 @@ def in_one_kernel(original: Any) -> Any:
     import torch
 
     is_plain, is_trained = plain(), plain(gradients=True)
-    stream_of, empty_like = raw_stream(), torch.empty_like
+    stream_of, empty_like, Tensor = raw_stream(), torch.empty_like, torch.Tensor
 
     def output(self: Any, inputs: Any, index: int, trained: bool) -> Any:
         """The norm of a plain tensor on this GPU; ``None`` if the kernel does not compute it."""
@@ -61,7 +61,8 @@ def in_one_kernel(original: Any) -> Any:
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:
         out, trained = None, False
-        if is_plain(hidden_states) or (trained := is_trained(hidden_states)):
+        is_on_gpu = type(hidden_states) is Tensor and hidden_states.is_cuda
+        if is_on_gpu and (is_plain(hidden_states) or (trained := is_trained(hidden_states))):
             index = hidden_states.get_device()
             with as_current(index):
                 out = output(self, hidden_states, index, trained)
