@@ -15,7 +15,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...errors import InputError
-from ._sound import check_rate, rate_of
+from ._sound import check_rate, is_item, rate_of
 
 PATCH = Patch(
     name="sound_columns",
@@ -49,7 +49,7 @@ def items_are_refused() -> Finding:
 
 @PATCH.around(_MODULE, "load_audio")
 def load_audio(original: Any, audio: Any, sampling_rate: Any = 16000, *args: Any, **kw: Any) -> Any:
-    if isinstance(audio, dict) or hasattr(audio, "get_all_samples"):
+    if is_item(audio):
         audio = _samples(audio, sampling_rate)
     return original(audio, sampling_rate, *args, **kw)
 
