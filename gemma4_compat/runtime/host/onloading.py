@@ -82,7 +82,7 @@ def tied_copies_follow(model: Any, modules: list[Any]) -> Iterator[None]:
     tied = []
     for module in model.modules():
         for names in (vars(module).get("all_tied_weights_keys") or {}).items():
-            first, second = (_offloaded_alone(module, name) for name in names)
+            first, second = (offloaded_alone(module, name) for name in names)
             if (first in modules) is not (second in modules) and _is_copy(first, second):
                 tied.append((first, second) if first in modules else (second, first))
     try:
@@ -93,7 +93,7 @@ def tied_copies_follow(model: Any, modules: list[Any]) -> Iterator[None]:
             vars(offload_hook(copy))["weights_map"] = hook.weights_map
 
 
-def _offloaded_alone(model: Any, name: str) -> Any:
+def offloaded_alone(model: Any, name: str) -> Any:
     """The offloaded module that has only this weight, inside PEFT's wrapper, or ``None``."""
     path, _, leaf = name.rpartition(".")
     try:
