@@ -1,81 +1,88 @@
 """Compares a model with a snapshot in a millisecond or two, as is needed between two tokens.
 
-A ``Snapshot`` keeps nothing alive, and compares values.  A ``Held`` keeps what it compares, for the
-time of one call: what is held is not freed, so no other object gets its identity.  A new object of
-equal value counts as a change; the snapshot decides then.
+A ``Snapshot`` keeps nothing alive.  A ``Held`` keeps what it compares, for the time of one call, so
+that one comparison of two lists, which runs in C, serves many modules.  What is held is not freed,
+so no other object gets its identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 from typing import Any
 
-from ...model.hooks import offload_hook
 from ..kernels.watch import Use
-from .snapshot import CONTAINERS, LEFT_OUT, NUMBERS, Snapshot, tensors_of
+from .snapshot import CONTAINERS, LEFT_OUT, NUMBERS, Snapshot
 
-_STATES = "QuantState", "MatmulLtState"  # of bitsandbytes' weights and layers
-_HAVE_TENSORS = "_parameters", "_buffers"
+_TENSORS = "_parameters", "_buffers"
+_LEFT_OUT = LEFT_OUT.difference(_TENSORS)
 
 
 class Held:
     """All that a snapshot compares, as it is now."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        import torch
-
         self._objects = snapshot.objects()
-        self._hooked = [each for each in self._objects if offload_hook(each) is not None]
-        found = _containers(map(vars, self._objects))
-        self._empty = [each for each in found if not each]
-        self._dicts = [each for each in found if isinstance(each, dict) and each]
-        self._lists = [each for each in found if not isinstance(each, dict) and each]
-        self._names = _names_by_owner(snapshot.code)
-        owners = {owner: entries for (owner, _), (entries, *_) in snapshot.code.items()}
-        self._classes = [each for each in owners.values() if not isinstance(each, dict)]
+        self._tables = [*map(vars, self._objects)]
+        self._rest = [own for own in snapshot.modules if _needs_more(vars(own.module()))]
+        names: defaultdict[Any, list[Any]] = defaultdict(list)
+        for own in self._tables:
+            names[tuple(name for name in own if name not in _LEFT_OUT)].append(own)
+        self._groups = [(itemgetter(each[0], *each), owns) for each, owns in names.items()]
+        self._settings = [[*map(_copied, map(get, owns))] for get, owns in self._groups]
+        self._owners = [own for own in self._tables if any(map(own.get, _TENSORS))]
+        self._states = [*_states(self._own_tensors())]
+        self._code = _by_owner(snapshot.code)
+        self._classes = [own for own, _, _ in snapshot.classes]
+        values = chain.from_iterable(map(dict.values, self._tables))
+        self._keywords = [each.keywords for each in values if isinstance(each, partial)]
         self._functions = [function for function, _, _ in snapshot.bodies]
-        self._values = self._now()
-        each_once = {id(each): each for each in self._values if isinstance(each, torch.Tensor)}
-        self._tensors = [*each_once.values()]
-        own = (tensors_of(each) for each in self._objects if hasattr(each, "_parameters"))
-        self._own = [*chain.from_iterable(own)]
+        self._equal, self._same = self._equal_now(), self._same_now()
+        self._tensors = [each for each in self._same if hasattr(type(each), "data_ptr")]
+        self._weights = [each for each in self._own_tensors() if each is not None]
         small = (each for each in self._tensors if each.numel() <= NUMBERS)
         self._numbers = [each for each in small if each.device.type == "cpu"]
-        # The others are equal only to themselves, or are numbers and names.
-        may_be_equal = each_once.keys() | set(map(id, found))
-        numbers = [n for n, each in enumerate(self._values) if id(each) in may_be_equal]
-        self._those = itemgetter(0, 0, *numbers)
         self._places = self._places_now()
 
     def is_same(self) -> bool:
         """Whether nothing has changed since."""
         try:
-            now = self._now()
+            groups = zip(self._groups, self._settings, strict=True)
+            if not all(all(map(eq, map(get, owns), settings)) for (get, owns), settings in groups):
+                return False
+            same = self._same_now()
             return (
-                now == self._values
-                and all(map(is_, self._those(now), self._those(self._values)))
-                and not any(self._empty)
+                self._equal_now() == self._equal
+                and len(same) == len(self._same)
+                and all(map(is_, same, self._same))
                 and self._places_now() == self._places
+                and not any(own.change() for own in self._rest)
             )
         except (KeyError, RuntimeError):  # a name is gone, or a tensor is compared with another
             return False
 
-    def _now(self) -> list[Any]:
-        dicts = [*map(vars, self._objects), *self._dicts]
+    def _own_tensors(self) -> Iterator[Any]:
+        entries = (map(itemgetter(name), self._owners) for name in _TENSORS)
+        return chain.from_iterable(map(dict.values, chain.from_iterable(entries)))
+
+    def _equal_now(self) -> list[Any]:
+        """What is equal to itself alone, and numbers."""
         return [
             *map(type, self._objects),
-            *chain.from_iterable(map(dict.values, dicts)),
-            *map(next, map(reversed, dicts)),  # a name that changes becomes the last one
-            *chain.from_iterable(self._lists),
-            *chain.from_iterable(get(owner) for owner, get in self._names),
+            *map(len, self._tables),
             *map(len, self._classes),
+            *chain.from_iterable(get(owner) for owner, get in self._code),
             *map(attrgetter("__code__"), self._functions),
             *map(attrgetter("__defaults__"), self._functions),
-            *chain.from_iterable(map(tensors_of, self._hooked)),
+            *chain.from_iterable(map(dict.values, self._keywords)),
         ]
+
+    def _same_now(self) -> list[Any]:
+        """Tensors, which may be equal to others, and the attributes of quantized weights."""
+        return [*self._own_tensors(), *chain.from_iterable(map(dict.values, self._states))]
 
     def _places_now(self) -> list[Any]:
         import torch
@@ -83,31 +90,42 @@ class Held:
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 *map(torch.Tensor.data_ptr, self._tensors),
-                *map(torch.Tensor.stride, self._own),
+                *chain.from_iterable(map(torch.Tensor.stride, self._weights)),
                 *map(torch.Tensor.tolist, self._numbers),
             ]
 
 
-def _containers(tables: Iterable[dict[str, Any]]) -> list[Any]:
-    """The containers in these and in each other, and the attributes of quantized weights."""
-    found: dict[int, Any] = {}
-    left_out = LEFT_OUT.difference(_HAVE_TENSORS)
-    queue = [v for own in tables for name, v in own.items() if name not in left_out]
-    for value in queue:  # the list grows meanwhile
-        if isinstance(value, partial):
-            queue.append(value.keywords)
-        elif type(value).__name__ in _STATES or hasattr(type(value), "data_ptr"):
-            queue.append(vars(value))
-        elif isinstance(value, CONTAINERS) and id(value) not in found:
-            found[id(value)] = value
-            queue += value.values() if isinstance(value, dict) else value
-    return [*found.values()]
+def _needs_more(own: Any) -> bool:
+    """Whether a module's weights are offloaded, or it has tensors in other attributes."""
+    others = [value for name, value in own.items() if name not in LEFT_OUT]
+    for value in others:  # the list grows meanwhile
+        if isinstance(value, CONTAINERS):
+            others += value.values() if isinstance(value, dict) else value
+    return "_hf_hook" in own or any(hasattr(type(value), "data_ptr") for value in others)
 
 
-def _names_by_owner(code: dict[tuple[int, str], Use]) -> list[tuple[Any, Any]]:
+def _copied(value: Any) -> Any:
+    """The same value, with copies of the containers in it."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(_copied, value))
+    return frozenset(value) if isinstance(value, CONTAINERS) else value
+
+
+def _states(tensors: Iterator[Any]) -> Iterator[dict[str, Any]]:
+    """The attributes of quantized weights, and of their quant states."""
+    for tensor in tensors:
+        state: Any = tensor
+        while vars(state) if hasattr(state, "__dict__") else None:
+            yield vars(state)
+            state = vars(state).get("quant_state") or vars(state).get("state2")
+
+
+def _by_owner(code: dict[tuple[int, str], Use]) -> list[tuple[Any, Any]]:
     """Namespaces, and what gets from each the values that are compared."""
     names: dict[int, tuple[Any, list[str]]] = {}
     for (owner, name), (entries, *_) in code.items():
         of_owner = names.setdefault(owner, (entries, []))[1]
         of_owner += [name] if name in entries else []  # else it has that of a base class
-    return [(own, itemgetter(*each, each[0])) for own, each in names.values() if each]
+    return [(own, itemgetter(each[0], *each)) for own, each in names.values() if each]

@@ -68,8 +68,8 @@ class Snapshot:
 
     def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
         modules = list(modules)
-        self._modules = [_Module(module) for module in modules]
-        self._by_id = {id(module): own for module, own in zip(modules, self._modules, strict=True)}
+        self.modules = [_Module(module) for module in modules]
+        self._by_id = {id(module): own for module, own in zip(modules, self.modules, strict=True)}
         adapted = [self._by_id[id(module)] for module in modules if _ADAPTER in vars(module)]
         self._ends = adapted[:1] + adapted[-1:]  # PEFT switches one layer after the other
         bases = {base for module in modules for base in type(module).__mro__[:-1]}
@@ -91,7 +91,7 @@ class Snapshot:
 
     def objects(self) -> list[Any]:
         """The modules that still exist, and the other objects with settings."""
-        modules = (own.module() for own in self._modules)
+        modules = (own.module() for own in self.modules)
         return [*(each for each in modules if each is not None), *(each for each, _ in self.others)]
 
     def has_same_adapter(self) -> bool:
@@ -109,7 +109,7 @@ class Snapshot:
 
         ``generate`` has settings of its own during a call.
         """
-        for module in self._modules:
+        for module in self.modules:
             change = module.change()
             if change is not None:
                 return change
@@ -158,7 +158,7 @@ class _Module:
         self.ids = [*map(id, values)]
         self.weak = [value for value in self.values if isinstance(value, weakref.ref)]
         self.containers = [n for n, value in enumerate(self.values) if isinstance(value, tuple)]
-        self.tensors = [*map(_place, tensors_of(module))]
+        self.tensors = [*map(_place, _tensors(module))]
 
     def change(self) -> str | None:
         module = self.module()
@@ -166,7 +166,7 @@ class _Module:
             return "the set of modules"
         if type(module) is not self.kind:
             return f"the class of a {self.kind.__name__}"
-        what = self._changed_setting(vars(module)) or self._changed_tensor(tensors_of(module))
+        what = self._changed_setting(vars(module)) or self._changed_tensor(_tensors(module))
         return None if what is None else f"{what} of a {type(module).__name__}"
 
     def _changed_setting(self, own: Any) -> str | None:
@@ -214,7 +214,7 @@ def _names(own: Any) -> tuple[str, ...]:
     return tuple(name for name in own if name not in LEFT_OUT)
 
 
-def tensors_of(module: Any) -> list[Any]:
+def _tensors(module: Any) -> list[Any]:
     """The tensors of a module, and the host tensors that are copied for its forward."""
     own = vars(module)
     hook = offload_hook(module) if "_hf_hook" in own else None
