@@ -31,6 +31,7 @@ _NOT_ASKED_FOR = (
 )
 _SHAPES = f"PEFT creates other shapes for this model with this {ADAPTER_CONFIG}"
 _UNTRAINED = "all values of lora_B are 0, as before training: the outputs are those of the model"
+_ALPHA = f"{ADAPTER_CONFIG} gives their layers an alpha of 0: the layers' outputs are the model's"
 _KEY_ERROR = "PEFT does not find them in the file, and raises KeyError"
 _NEW = "the file lacks them: PEFT begins with new ones, which are not trained"
 _DEQUANTIZED = (
@@ -43,9 +44,9 @@ _DEQUANTIZED = (
 class Group:
     """Tensors with the same outcome for the same reason.
 
-    ``kind`` is "ignored" (PEFT does not load the tensors), "no effect" (all ``lora_B`` are 0),
-    "refused" (loading raises) or "missing" (with this ``adapter_config.json`` PEFT saves tensors
-    that the file lacks).  A ``harmless`` group does not change the model's output.
+    ``kind`` is "ignored" (PEFT does not load the tensors), "no effect" (all ``lora_B`` are 0, or
+    the layer's alpha is), "refused" (loading raises) or "missing" (with this
+    ``adapter_config.json`` PEFT saves tensors that the file lacks).  A ``harmless`` group does not change the model's output.
     """
 
     kind: str
@@ -200,6 +201,7 @@ class _Created(NamedTuple):
 
     shape: tuple[int, ...] | None
     kind: str  # of the group if the file lacks it; empty if PEFT does not save it
+    is_silent: bool  # whether its layer multiplies the adapter's output by 0
 
 
 def _with_fit(
@@ -227,6 +229,9 @@ def _with_fit(
     groups += _missing({*keys.values()}, created, base)
     if not groups and _is_zero(found.file, header):
         groups = [Group("no effect", _UNTRAINED, name, harmless=True) for name in header]
+    else:
+        silent = (name for name, key in keys.items() if key in created and created[key].is_silent)
+        groups += (Group("no effect", _ALPHA, name, harmless=True) for name in silent)
     counts = Counter((group.kind, group.reason) for group in groups)
     firsts = {(group.kind, group.reason): group for group in reversed(groups)}
     merged = [replace(firsts[key], count=count) for key, count in counts.items()]
@@ -272,7 +277,10 @@ def _created(config: Mapping[str, Any], base: BaseModel) -> dict[str, _Created]:
         saved = get_peft_model_state_dict(model, save_embedding_layers=False)
     shapes = {n: tuple(each.shape) for n, each in (model.state_dict() | saved).items()}
     kinds = dict.fromkeys(shapes, "") | dict.fromkeys(saved, "missing")
+    silent: tuple[str, ...] = ()
     for name, module in model.named_modules():
+        scaling = vars(module).get("scaling")
+        silent += (f"{name}.",) if isinstance(scaling, dict) and 0 in scaling.values() else ()
         if hasattr(module, "adapter_state_dict_load_map"):
             needed = module.adapter_state_dict_load_map("default")
             kinds |= {f"{name}.{own}": "refused" for own in needed}
@@ -282,7 +290,7 @@ def _created(config: Mapping[str, Any], base: BaseModel) -> dict[str, _Created]:
             rows = len(module.get_base_layer().weight)
             if not all(-rows <= token < rows for token in tokens):
                 raise IndexError(f"trainable_token_indices: the model has {rows} tokens")
-    return {name: _Created(shapes.get(name), kind) for name, kind in kinds.items()}
+    return {n: _Created(shapes.get(n), kind, n.startswith(silent)) for n, kind in kinds.items()}
 
 
 def _problem(entry: Entry, key: str, created: dict[str, _Created], base: BaseModel) -> Group | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load
@@ -168,6 +170,30 @@ def test_verdict_is_what_peft_does(model_dir, tmp_path, name):
     found = (fit.loads, counts(fit, "ignored"), counts(fit, "missing"))
     assert (found, refused) == (does, 0), f"{fit.verdict} {reasons(fit)}"
     assert fit.ok == (does[1:] == (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("config", "silent"),
+    [
+        ({"alpha_pattern": {r".*layers\.1\..*": 0}}, r"layers\.1\."),
+        ({"alpha_pattern": {"q_proj": 0}}, r"q_proj\."),
+        ({"alpha_pattern": {"o_proj": 0, ".*_proj": 8}}, r"o_proj\."),
+        ({"alpha_pattern": {"layers.1": 0}}, r"^$"),
+        ({"lora_alpha": 0, "alpha_pattern": {"q_proj": 8}}, r"^(?!.*q_proj)"),
+    ],
+    ids=["expression", "name", "first that matches", "no layer", "all but"],
+)
+def test_alpha_of_0_has_no_effect(model_dir, tmp_path, config, silent):
+    folder = changed(made(model_dir, tmp_path, "as trained"), tmp_path / "silent", same, **config)
+    fit = inspect_adapter(folder, model_dir)
+    model = peft.PeftModel.from_pretrained(load_model(model_dir), folder)
+    layers = [n for n, m in model.named_modules() if getattr(m, "lora_A", None)]
+    expected = [name for name in layers if model.get_submodule(name).scaling["default"] == 0]
+    assert expected == [name for name in layers if re.search(silent, f"{name}.")]
+    assert counts(fit, "no effect") == 2 * len(expected)
+    assert fit.ok
+    assert fit.loads == fit.tensors
+    assert ("alpha of 0" in str(fit)) is bool(expected)
 
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]

@@ -18,10 +18,23 @@ def saved_adapter(model_dir, folder, rank, alpha):
     return str(folder)
 
 
-@pytest.mark.regression(
-    "hotswap_scalings",
-    r"device meta is not on the expected device|we need a `value` to put in|KeyError: 1",
-)
+@pytest.mark.regression("hotswap_scalings", r"device meta is not on the expected device")
+def test_offloaded_layer_keeps_its_scaling():
+    from accelerate import cpu_offload
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=["0"], init_lora_weights=False)
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), config)
+    expected = model(torch.eye(4))
+    layer = model.base_model.model[0]
+    cpu_offload(layer.base_layer, execution_device=torch.device("cpu"))
+    prepare_model_for_compiled_hotswap(model)
+    assert torch.equal(model(torch.eye(4)), expected)
+    assert layer.scaling["default"].item() == 1.5
+
+
 @pytest.mark.parametrize("kind", [None, "nf4"], ids=["bf16", "nf4"])
 @pytest.mark.parametrize("rank", [None, 4, 8])
 def test_hotswap_on_a_split_model(model_dir, kind, rank, tmp_path):
