@@ -46,7 +46,8 @@ class Group:
 
     ``kind`` is "ignored" (PEFT does not load the tensors), "no effect" (all ``lora_B`` are 0, or
     the layer's alpha is), "refused" (loading raises) or "missing" (with this
-    ``adapter_config.json`` PEFT saves tensors that the file lacks).  A ``harmless`` group does not change the model's output.
+    ``adapter_config.json`` PEFT saves tensors that the file lacks).  A ``harmless`` group does not
+    change the model's output.
     """
 
     kind: str
