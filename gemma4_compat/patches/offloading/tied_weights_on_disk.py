@@ -45,7 +45,8 @@ def hook_looks_for_its_own_name() -> Finding:
     attach_align_device_hook_on_blocks(
         model, {"": "cpu"}, {"": True}, {"table.weight": torch.zeros((1, 1))}
     )
-    found = offload_hook(model.head).weights_map.get("weight")
+    hook: Any = offload_hook(model.head)
+    found = hook.weights_map.get("weight")
     return fixed_if(found is not None, "accelerate finds a tied weight under its other name")
 
 
