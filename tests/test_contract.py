@@ -125,6 +125,7 @@ def functions(engine):
             new = getattr(owner, attribute)
             static = inspect.getattr_static(owner, attribute)
             is_property = isinstance(static, property)
+            in_cell = type(owner).__name__ == "cell"
             new = static.fget if is_property else new
             bound = inspect.ismethod(new)
             original = entry.target.raw.__get__(None, owner) if bound else entry.original
@@ -138,10 +139,10 @@ def functions(engine):
                     "parameters": parameters(entry.replacement) == parameters(entry.original),
                     "name": (new.__name__, new.__doc__) == (original.__name__, original.__doc__),
                     "where": (new.__module__, new.__qualname__) == where,
-                    "descriptor": type(static) is type(entry.target.raw),
+                    "descriptor": in_cell or type(static) is type(entry.target.raw),
                     "plain": type(entry.replacement) is type(functions),
-                    # A property's getter cannot be reached by its name.
-                    "pickle": is_property or pickle.loads(pickle.dumps(new)) == new,
+                    # A property's getter, and what a closure holds, cannot be reached by its name.
+                    "pickle": is_property or in_cell or pickle.loads(pickle.dumps(new)) == new,
                 }
             )
     return found
