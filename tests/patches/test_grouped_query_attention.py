@@ -301,3 +301,22 @@ def test_beside_a_kernel_for_one_token(pretended, monkeypatch, order):
         gemma4_compat.install(name)
     torch.testing.assert_close(logits(model, (40, 1, 2)), usual)
     assert asked, "the kernel of fewer tokens was not asked"
+
+
+def test_many_keys_are_compared_again(monkeypatch):
+    """Once with few keys, and once with more than 4,096, before so many are used."""
+    compared = []
+    usual = torch.zeros(1)
+
+    def sdpa(layer, query, key, value, mask, **options):
+        compared.append(key.shape[2])
+        return usual, None
+
+    monkeypatch.setattr(patch, "_grouped", lambda *args, **options: usual)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda _: True)
+    launch.reset()
+    for keys in (100, 4095, 4096, 9000, 100):
+        query, key = torch.zeros(1, 4, 2, 512), torch.zeros(1, 2, keys, 512)
+        assert patch._has_same_bits(sdpa, None, query, key, None, None)
+    assert compared == [65, 4097]
+    launch.reset()
