@@ -617,14 +617,14 @@ def test_no_step_is_too_many_where_it_could_be_noticed(model, begun, monkeypatch
 #: The functions of PyTorch that a user can replace, and what runs between two steps may call.
 BETWEEN = {
     torch: (
-        "argmax", "cat", "cumsum", "exp", "full", "full_like", "gather", "isin", "max", "min",
-        "multinomial", "ones", "sort", "sqrt", "sum", "tensor", "topk", "where", "zeros",
+        "arange", "argmax", "cat", "cumsum", "exp", "full", "full_like", "gather", "isin", "max",
+        "min", "multinomial", "ones", "sort", "sqrt", "sum", "tensor", "topk", "where", "zeros",
         "zeros_like",
     ),
     torch.nn.functional: ("softmax", "log_softmax"),
     torch.Tensor: (
-        "__add__", "__and__", "__bool__", "__eq__", "__ge__", "__getitem__", "__gt__", "__invert__", "__le__",
-        "__lt__", "__mul__", "__neg__", "__or__", "__rsub__", "__setitem__", "__sub__",
+        "__add__", "__and__", "__bool__", "__eq__", "__ge__", "__getitem__", "__gt__", "__invert__",
+        "__le__", "__lt__", "__mul__", "__neg__", "__or__", "__rsub__", "__setitem__", "__sub__",
         "__truediv__", "abs", "clone", "copy_", "cumsum", "cpu", "exp", "gather", "log",
         "all", "amax", "any", "clamp", "clamp_", "dim", "nansum", "size", "view",
         "masked_fill", "max", "new_ones", "scatter", "scatter_", "softmax", "squeeze", "sum",
