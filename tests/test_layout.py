@@ -178,8 +178,8 @@ def some_know_nothing(found: Import) -> bool:
 
 
 def features_ask_little(found: Import) -> bool:
-    """Features see patches and the runtime from outside."""
-    if not is_in(found.importer, *FEATURES, "cli"):
+    """Features see patches and the runtime from outside; they say what ``fast`` means."""
+    if not is_in(found.importer, *FEATURES, "cli") or found.name == "FAST_MEANS":
         return True
     if is_in(found.module, "patches"):
         return found.name in ("gate", "load")
