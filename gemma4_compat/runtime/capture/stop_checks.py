@@ -51,13 +51,15 @@ class Call:
         """Whether nobody notices a step too many."""
         import torch
 
-        if self.decoder is None or self.decoder.obstacle or seen_obstacle(self.model):
+        if self.decoder is None or self.decoder.obstacle:
             return False
         if not self.of_generate or self.device.type not in conditions.CAPTURED_ON:
             return False
         try:
             conditions.check_process()
-            allowed = only_transformers_runs(self.model, self.arguments, ahead=True)
+            allowed = not seen_obstacle(self.model) and only_transformers_runs(
+                self.model, self.arguments, ahead=True
+            )
             if allowed:  # as ``DeferredStopCheck`` does: there may be no page-locked memory
                 torch.zeros((), pin_memory=self.device.type == "cuda")
         except (NotCaptured, RuntimeError):
