@@ -208,7 +208,9 @@ def test_a_long_sound_is_heard_whole(family, given):
     assert_features(found, whole["input_features"])
     tokens = int(np.sum(found["input_ids"] == made.audio_token_id))
     capped = family == "gemma4" and Version(version("transformers")) < Version("5.10")
-    assert tokens == {"gemma3n": 188, "gemma4": 750 if capped else 825, "gemma4_unified": 825}[family]
+    assert (
+        tokens == {"gemma3n": 188, "gemma4": 750 if capped else 825, "gemma4_unified": 825}[family]
+    )
 
 
 @families

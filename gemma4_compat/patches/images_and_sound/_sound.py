@@ -38,8 +38,8 @@ def check_rate(rate: Any, wanted: Any) -> None:
     """Raise an ``InputError`` if a sound has another sampling rate, in Hz, than is wanted."""
     if isinstance(rate, Real) and wanted and rate != wanted:
         raise InputError(
-            f"The sound has {rate:g} samples a second, and the feature extractor wants {wanted}: the "
-            f"model would hear it {rate / wanted:.3g} times as long.  Resample it first: "
+            f"The sound has {rate:g} samples a second, and the feature extractor wants {wanted}: "
+            f"the model would hear it {rate / wanted:.3g} times as long.  Resample it first: "
             f"librosa.resample(sound, orig_sr={rate:g}, target_sr={wanted}) or, for a column of a "
             f'data set, dataset.cast_column("audio", datasets.Audio(sampling_rate={wanted})).'
         )
