@@ -478,6 +478,21 @@ def test_definition(name):
     assert re.search(rf'\.regression\(\s*"{name}"', tests), "no regression test"
 
 
+def test_patches_that_change_right_results():
+    """README and page name all that an import puts in place, and no other; so do tests on a GPU."""
+    from gemma4_compat.engine import Kind
+    from tests.exact import NAMED
+
+    named = {n: p for n, p in _patches().items() if p.differs and p.kind is not Kind.FAST}
+    readme = (ROOT / "README.md").read_text().partition("**What it does not change.**")[2]
+    assert {*re.findall("`(.+?)`", readme.partition("\n\n")[0])} == {*named}
+    page = (ROOT / "docs" / "how-it-works.md").read_text().partition("## Bits")[2]
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \|$", page.partition("## States")[0], re.M)
+    assert rows == [(n, named[n].kind.value, named[n].differs) for n in sorted(named)]
+    # Pixels were wrong without that patch.
+    assert {*NAMED} - {"vision_uint8_pixels"} <= {*named}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_probe_can_end_the_patch(name):
     """Each probe has a case that returns ``fixed``."""

@@ -205,6 +205,7 @@ class Patch(_Replacing):
             version to a requirement without a lower bound.
         changes: what the patch changes, in a sentence or two.
         kind: what the patch achieves.
+        differs: which results that were right it changes, and why; "" if none.
         note: what the list of affected releases does not show, such as a deliberate refusal.
         links: upstream issues and pull requests.
         unreported: why there are no links.
@@ -218,6 +219,7 @@ class Patch(_Replacing):
     affects: Sequence[str]
     changes: str
     kind: Kind = Kind.FIX
+    differs: str = ""
     note: str = ""
     links: Sequence[str] = ()
     unreported: str = ""

@@ -32,6 +32,7 @@ PATCH = Patch(
     ),
     unreported="The code is right as it is.",
     former=former("norm_kernels"),
+    differs="second derivatives (create_graph=True) round some sums in another order",
 )
 
 

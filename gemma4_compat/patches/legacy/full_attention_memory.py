@@ -28,6 +28,7 @@ PATCH = Patch(
         "passed in groups.  The result differs by rounding."
     ),
     links=("https://github.com/huggingface/transformers/issues/46960",),
+    differs="prompts round as the kernel of transformers 5.13 does, which needs less memory",
 )
 
 _MODULE = "transformers.integrations.sdpa_attention"

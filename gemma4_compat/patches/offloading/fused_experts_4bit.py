@@ -64,6 +64,7 @@ PATCH = Patch(
         "https://github.com/unslothai/unsloth/issues/4032",
         "https://github.com/unslothai/unsloth/pull/5432",
     ),
+    differs="load_in_4bit quantizes experts that transformers leaves in bfloat16",
 )
 
 _QUANTIZER = "transformers.quantizers.quantizer_bnb_4bit"

@@ -34,6 +34,7 @@ PATCH = Patch(
     ),
     links=("https://github.com/linkedin/Liger-Kernel/issues/1308",),
     former=former("loss_memory"),
+    differs="loss and gradients are computed for some tokens at a time, and round so",
 )
 
 

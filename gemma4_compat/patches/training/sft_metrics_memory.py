@@ -22,6 +22,7 @@ PATCH = Patch(
     changes="SFTTrainer computes entropy and accuracy from rows of the logits of loss_memory.",
     kind=Kind.MEMORY,
     unreported="It shows with loss_memory; TRL 1.15 computes its metrics in another way.",
+    differs="TRL's metrics are computed for some tokens at a time, and round so",
 )
 
 
