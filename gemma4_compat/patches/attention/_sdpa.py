@@ -69,9 +69,7 @@ def replace(
     def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        is_elsewhere = not (hidden_states.is_cuda or (on_meta and hidden_states.is_meta))
-        # torch.compile warns of functions with a cache.
-        if is_elsewhere or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # torch.compile warns of functions with a cache
             return original(self, hidden_states, *args, **kwargs)
         planned = on_meta and hidden_states.is_meta and not torch.is_grad_enabled()
         if not (planned or plain()(hidden_states)) or not applies(self, hidden_states):

@@ -76,7 +76,7 @@ def _forward(
     attention_mask: Any = None, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     inputs = (self, hidden_states, position_embeddings, attention_mask)
-    if not _is_wrong(self, hidden_states, attention_mask):
+    if not hidden_states.is_cuda or not _is_wrong(self, hidden_states, attention_mask):
         return original(*inputs, *args, **kwargs)
     with _without_cudnn():
         return original(*inputs, *args, **kwargs)
@@ -86,8 +86,6 @@ def _is_wrong(module: Any, hidden_states: Any, mask: Any) -> bool:
     """Whether cuDNN would compute a wrong result, or wrong gradients, in this attention layer."""
     import torch
 
-    if not hidden_states.is_cuda:
-        return False
     if hidden_states.shape[1] == 1 and _decodes_wrong(hidden_states.device):
         return True
     if mask is None or mask.shape[-1] % _BLOCK != _REMAINDER:

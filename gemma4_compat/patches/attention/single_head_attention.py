@@ -96,8 +96,6 @@ def _layer() -> Any:
 
 def _forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention layer."""
-    if not hidden_states.is_cuda:
-        return original(self, hidden_states, *args, **kwargs)
     layer = _layer()
     outer, layer.queries = layer.queries, hidden_states.shape[1]
     try:
