@@ -25,7 +25,7 @@ from .imports import Imports
 from .overview import Overview
 from .patch import Finding, Kind, Patch, Verdict, broken, drifted
 from .record import BUG_GONE, BUG_REMAINS, Record, required_first, state_of, whole
-from .references import count, counts, holders
+from .references import count, holders
 from .slots import Mismatch, look_up
 from .stack import Layer, Stack, originals
 from .status import About, State, Status
@@ -77,8 +77,7 @@ class Engine:
         self._busy = False
         self._stale = False
         self._undecided = False
-        #: whether replacements were removed since references to them were counted
-        self._removed = False
+        self._removed = False  # whether a count of references has to follow
         if hasattr(os, "register_at_fork") and not _ENGINES:
             # A child must not inherit a lock that no thread of it holds, nor a half-applied patch.
             os.register_at_fork(
@@ -346,11 +345,12 @@ class Engine:
         self._decide()
         self._block()
         armed = [record for record in self._records if record.state is State.ARMED]
+        # A search for references at each import would cost too much.
         functions: list[Any] = []
         late: dict[Record, set[int]] = {}
         for record in filter(self._can_be_applied, armed):
             taken = self._taken(record)
-            if record.is_late or counts(taken) != record.then:  # else what held them still does
+            if record.is_late or [*map(sys.getrefcount, taken)] != record.then:
                 functions += taken
                 late[record] = {*map(id, taken)}
         taken = []
@@ -367,7 +367,7 @@ class Engine:
         if self._removed:
             self._count_kept()
         keepers |= self._stack.keepers() if functions else set()
-        found = count(before, {*map(id, functions)}, keepers)
+        found = count(before, keepers)
         for record in armed:
             if record.state is State.APPLIED:
                 if late.get(record):
@@ -381,14 +381,9 @@ class Engine:
                 self._set(record, State.ARMED, self._waits_for(record))
 
     def _taken(self, record: Record) -> list[Any]:
-        """The originals that other code may have: their modules were imported before the engine
-        watched them, or before the patch was asked for.
-
-        To find who has them takes a scan of all objects, which would cost too much at each import.
-        """
-        places = record.layer.to_put
-        is_watched = self._imports.watches
-        return originals(p for p in places if record.is_late or not is_watched(p.module))
+        """The originals in modules that are older than the engine's watch, or than the request."""
+        watches, places = self._imports.watches, record.layer.to_put
+        return originals(each for each in places if record.is_late or not watches(each.module))
 
     def _can_be_applied(self, record: Record) -> bool:
         """Whether it can be applied now, or once the patches that it requires are applied."""
@@ -402,8 +397,7 @@ class Engine:
         while waiting:
             waiting = False
             for record in self._records:
-                is_armed = record.state is State.ARMED and not self._waiting(record)
-                if is_armed and not self._needs(record, (State.ARMED,)):
+                if record.state is State.ARMED and not self._waits_for(record):
                     self._apply(record)
                     waiting = True
             self._block()
@@ -457,10 +451,10 @@ class Engine:
         self._removed = False
         off = [r for r in self._records if not r.layer.entries and r.layer.made]
         functions = [function for record in off for function in record.layer.alive()]
-        found = count(holders(functions), {*map(id, functions)})
+        found = count(holders(functions))
         for record in off:
             record.kept = sum(found[id(function)] for function in record.layer.alive())
-            record.then = counts(self._taken(record))
+            record.then = [*map(sys.getrefcount, self._taken(record))]
 
     # -- what patches require of each other ---------------------------------------------------
 

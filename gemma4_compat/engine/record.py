@@ -42,7 +42,7 @@ class Record:
     held: int = 0
     #: how many references to its replacements existed when it was undone
     kept: int = 0
-    #: how many references to each original existed then
+    #: how many references to each original existed then: as many later, if nothing took one
     then: list[int] | None = None
     #: how many blocks of ``disabled`` are open
     blocks: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import types
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -26,18 +25,7 @@ def holders(functions: Sequence[Any]) -> list[Any]:
     return [each for each in referrers if id(each) not in ignored and not isinstance(each, ours)]
 
 
-def counts(functions: Sequence[Any]) -> list[int]:
-    """How many references exist to each of the functions: equal at two times if none was added."""
-    return [sys.getrefcount(function) for function in functions]
-
-
-def count(
-    holders: Iterable[Any], functions: Collection[int], expected: Collection[int] = ()
-) -> Counter[int]:
-    """How many references the holders still have to each of the functions, which are ids.
-
-    ``expected`` are the ids of the holders that may keep referring to them.
-    """
-    unexpected = [holder for holder in holders if id(holder) not in expected]
-    referents = (id(each) for holder in unexpected for each in gc.get_referents(holder))
-    return Counter(each for each in referents if each in functions)
+def count(holders: Iterable[Any], expected: Collection[int] = ()) -> Counter[int]:
+    """How many references to each object, by id, the holders have; without the expected holders."""
+    others = (holder for holder in holders if id(holder) not in expected)
+    return Counter(id(each) for holder in others for each in gc.get_referents(holder))

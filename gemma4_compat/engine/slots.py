@@ -179,7 +179,7 @@ class Slot:
         is_shared = isinstance(self.owner, types.ModuleType) and (
             not self.entries
             or vars(self.owner).get(self.name) is not self.value
-            or _references(self) > _references_of_a_module(self.is_set)
+            or sys.getrefcount(self.value) > _references_of_a_module(self.is_set)
         )
         value = self.entries[first - 1].value if first else self.original
         before = [(entry, entry.raw, entry.replacement) for entry in self.entries[first:]]
@@ -272,10 +272,6 @@ def _sets(function: Any, name: str) -> bool:
     return name in inspect.unwrap(function).__code__.co_names
 
 
-def _references(slot: Slot) -> int:
-    return sys.getrefcount(slot.value)
-
-
 @cache
 def _references_of_a_module(is_set: bool) -> int:
     """What this Python counts for a function that nothing but its module and its slot refer to."""
@@ -287,7 +283,7 @@ def _references_of_a_module(is_set: bool) -> int:
         slot.entries.append(Entry(place, slot))
         slot.value = slot.entries[0].wrap(slot.value)
         vars(lone)["function"] = slot.value
-    return _references(slot)
+    return sys.getrefcount(slot.value)
 
 
 def former() -> Iterator[Any]:

@@ -88,10 +88,6 @@ class Stack:
     outermost.  When one is put or removed, the attribute is built again from those that are left.
     If other code has changed the attribute, its layers stay until that is undone, and so do the
     layers that they need.
-
-    The modules of all targets, where probes and other layers look, have the present functions at
-    once.  Any other module that took a former one gets the present one in ``settle``, since to look
-    at all modules takes 20 ms.
     """
 
     def __init__(self) -> None:
@@ -138,7 +134,7 @@ class Stack:
         return removed
 
     def settle(self) -> None:
-        """Rebind what any module took of all that was put and removed since the last time."""
+        """Rebind what was put and removed since the last time in all modules: that takes 20 ms."""
         rebind(self._moved.values(), [*sys.modules.values()])
         self._moved = {}
 
@@ -220,14 +216,13 @@ class Stack:
         return [*layers, *(self._remove(failed) if failed else ())]
 
     def _move(self, pairs: Iterable[tuple[Any, Any] | None]) -> None:
+        """Rebind functions at once where probes and other layers look: the modules of targets."""
         for old, new in filter(None, pairs):
-            for key, (first, present) in self._moved.items():
-                if present is old:
-                    self._moved[key] = first, new
-            self._moved[id(old)] = old, new
-        if self._moved:
-            names = {each.module for layer in self.layers for each in layer.patch.targets}
-            rebind(self._moved.values(), [sys.modules.get(name) for name in names])
+            moved = (*self._moved.values(), (old, old))
+            self._moved = {id(f): (f, new if now is old else now) for f, now in moved}
+        targets = (each for layer in self.layers for each in layer.patch.targets)
+        names = {each.module for each in targets} if self._moved else ()
+        rebind(self._moved.values(), map(sys.modules.get, names))
 
     def _layers_of(self, entries: Iterable[Entry]) -> list[Layer]:
         some = {*entries}

@@ -1122,7 +1122,7 @@ def looks_at_all_modules(monkeypatch):
     rebind, looked = stack.rebind, []
 
     def counting(pairs, modules):
-        looked.extend([True] * (bool(pairs) and len(modules) > len(sys.modules) // 2))
+        looked.extend([True] * (bool(pairs) and isinstance(modules, list)))
         rebind(pairs, modules)
 
     monkeypatch.setattr(stack, "rebind", counting)

@@ -46,9 +46,7 @@ _PARTS = (
 
 def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward; with a few tokens and without experts, it uses the kernels."""
-    if not (hidden_states.is_cuda and _may_run(original, hidden_states)) or getattr(
-        self, "enable_moe_block", False
-    ):
+    if not _may_run(original, hidden_states) or getattr(self, "enable_moe_block", False):
         return original(self, hidden_states, *args, **kwargs)
     code = inspect.unwrap(original).__code__
     names = code.co_varnames[2 : code.co_argcount]
@@ -81,7 +79,7 @@ def _layer(layer: Any, hidden_states: Any, per_layer_input: Any = None, **given:
 def mlp_forward(original: Any, self: Any, x: Any) -> Any:
     """An MLP's forward; with a few tokens, it uses the kernel."""
     # Another activation may be called before up_proj only.
-    if not (x.is_cuda and _may_run(original, x)) or not is_gelu(self.act_fn):
+    if not _may_run(original, x) or not is_gelu(self.act_fn):
         return original(self, x)
     kind = _kind(original, self, x)
     if not ORDER.compared(kind, x.device, _same_mlp, original, self, x):
@@ -140,7 +138,8 @@ def _may_run(original: Any, x: Any) -> bool:
     import torch
 
     return (
-        not torch.compiler.is_compiling()  # which should see the original
+        x.is_cuda
+        and not torch.compiler.is_compiling()  # which should see the original
         and plain()(x)
         and x.dim() > 0
         and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]

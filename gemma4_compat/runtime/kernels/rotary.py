@@ -74,9 +74,7 @@ def in_one_kernel(original: Any) -> Any:
     def apply_rotary_pos_emb(x: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         out = None
         if (
-            type(x) is Tensor
-            and x.is_cuda
-            and is_plain(x)
+            is_plain(x)
             and unsqueeze_dim == 2
             and type(cos) is Tensor
             and type(sin) is Tensor
