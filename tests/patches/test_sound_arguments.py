@@ -236,6 +236,19 @@ def test_a_length_for_both(family):
     np.testing.assert_array_equal(found["input_features"], without["input_features"])
 
 
+@families
+def test_defaults_of_a_processor(family):
+    """Newer releases (5.23, not 5.21) read default arguments for sound from the processor."""
+    made, sounds = processor(family), waves(*LENGTHS)
+    unit = 1 if family == "gemma4_unified" else 640
+    made.audio_kwargs = {"max_length": 10 * unit, "truncation": True}
+    with gemma4_compat.disabled("sound_arguments"):
+        before = call(made, sounds)["input_features"]
+    np.testing.assert_array_equal(call(made, sounds)["input_features"], before)
+    if before.shape[1] <= 10:
+        assert_features(call(made, sounds, max_length=20), references(family, sounds))
+
+
 def test_every_argument_is_in_these_tables():
     """A release with more arguments needs a decision for each."""
     from transformers.processing_utils import AudioKwargs, TextKwargs

@@ -75,12 +75,13 @@ def merge_kwargs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if of_gemma(self) and of_gemma(extractor):
         sound = merged["audio_kwargs"]
         own = {*kwargs.get("common_kwargs", {}), *kwargs.get("audio_kwargs", {})}
-        if "max_length" not in own and (length := sound.pop("max_length", None)) is not None:
+        given = {*kwargs, *(kwargs.get("tokenizer_init_kwargs") or ())} - own
+        if "max_length" in given and (length := sound.pop("max_length", None)) is not None:
             sound["max_length"] = _ForText(length)
         pads = sound.get("padding") == "max_length" and sound.get("max_length") is not None
         if pads or _longest(extractor):
-            own.add("padding")  # where the extractor makes no error of what the text needs
-        for name in {"padding", "return_attention_mask"} - own:
+            given.discard("padding")  # what is left is an error in the extractor
+        for name in given & {"padding", "return_attention_mask"}:
             sound.pop(name, None)
         if rate_of(self) is None and is_upstreams(extractor):
             sound.pop("sampling_rate", None)  # a user's code has read it
