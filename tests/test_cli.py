@@ -107,7 +107,7 @@ def test_typo_in_the_environment_is_pointed_out():
 def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
     """A switched-off patch does not change the exit code: the user chose it."""
     patches = [
-        Patch(name, symptom="", affects=("packaging>=1",), changes="", requires=needed)
+        Patch(name, symptom="", affects=("packaging>=1",), requires=needed)
         for name, needed in (("first", ()), ("second", ("first",)), ("third", ()))
     ]
     for patch in patches:
@@ -128,7 +128,7 @@ def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
-    patch = Patch(name="gone", symptom="", affects=("packaging>=1",), changes="", links=())
+    patch = Patch(name="gone", symptom="", affects=("packaging>=1",), links=())
     patch.replaces("json.tool", "no_such_function")(lambda original: original)
     switches = Switches("TEST_COMPAT", strict=strict)
     monkeypatch.delitem(sys.modules, "json.tool", raising=False)

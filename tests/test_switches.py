@@ -151,8 +151,7 @@ def test_patches_of_other_packages(tmp_path, monkeypatch, caplog):
     from gemma4_compat import patches
 
     (tmp_path / "theirs.py").write_text(
-        "from gemma4_compat.engine import Patch\n"
-        'PATCH = Patch("theirs", symptom="", affects=(), changes="")\n'
+        'from gemma4_compat.engine import Patch\nPATCH = Patch("theirs", symptom="", affects=())\n'
     )
     metadata = tmp_path / "theirs-1.0.dist-info"
     metadata.mkdir()

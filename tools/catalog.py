@@ -101,11 +101,11 @@ _NO_BUGS = {
 
 _KINDS = {
     Kind.FIX: "",
-    Kind.WARNING: "It only warns. ",
-    Kind.MEMORY: "It saves memory. ",
-    Kind.EXACT: "It makes correct code faster. ",
+    Kind.WARNING: "It only warns.\n\n",
+    Kind.MEMORY: "It saves memory.\n\n",
+    Kind.EXACT: "It makes correct code faster.\n\n",
     Kind.FAST: f"It makes correct code faster. Such patches {FAST_MEANS}, so they have to be asked "
-    'for: `gemma4_compat.install("fast")`. ',
+    'for: `gemma4_compat.install("fast")`.\n\n',
 }
 _NOT_PATCHED = """
 ## Not patched
@@ -163,9 +163,7 @@ The patch `{patch.name}` of [gemma4-compat](../../README.md#install).
 
 **Root cause.** {_cause(patch)}
 
-**Changes.** {_KINDS[patch.kind]}{patch.changes}
-
-**Replaces.** {", ".join(replaced)}
+{_KINDS[patch.kind]}**Replaces.** {", ".join(replaced)}
 
 **Affects.** {_affects(patch)}
 

@@ -203,7 +203,6 @@ class Patch(_Replacing):
         affects: requirement strings over installed distributions, such as ``("a<2", "b")``.  The
             patch is for versions that meet all of them.  The engine adds the oldest supported
             version to a requirement without a lower bound.
-        changes: what the patch changes, in a sentence or two.
         kind: what the patch achieves.
         differs: which results that were right it changes, and why; "" if none.
         note: what the list of affected releases does not show, such as a deliberate refusal.
@@ -217,7 +216,6 @@ class Patch(_Replacing):
     name: str
     symptom: str
     affects: Sequence[str]
-    changes: str
     kind: Kind = Kind.FIX
     differs: str = ""
     note: str = ""

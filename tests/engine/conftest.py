@@ -37,7 +37,7 @@ class Library:
 
     def patch(self, name, *targets, affects=ALWAYS, probe=None, tag=None, requires=()):
         """A patch that puts ``name>`` in front of what the targets ("module:attribute") return."""
-        patch = Patch(name, symptom="", affects=affects, changes="", requires=requires)
+        patch = Patch(name, symptom="", affects=affects, requires=requires)
         for target in targets:
             module, _, attribute = target.partition(":")
             patch.replaces(f"{self.name}.{module}", attribute)(tagging(tag or name))

@@ -650,7 +650,7 @@ def test_the_engine_of_a_second_import_takes_over(lib, make):
 def test_patch_definitions_are_checked():
     for bad in ("Upper", "two words", "", "9", "a__b"):
         with pytest.raises(ValueError, match="slug"):
-            Patch(bad, symptom="", affects=ALWAYS, changes="")
+            Patch(bad, symptom="", affects=ALWAYS)
 
 
 def test_unreadable_gates_fail_their_patch_alone(lib, make):

@@ -46,7 +46,7 @@ def layers(lib):
 
 
 def patch_of(lib, name, variable="forward", attribute="Layer.forward"):
-    patch = Patch(name, symptom="", affects=ALWAYS, changes="")
+    patch = Patch(name, symptom="", affects=ALWAYS)
     patch.replaces(f"{lib.name}.layers", attribute, variable=variable)(tagging(name))
     return patch
 

@@ -22,7 +22,7 @@ NAMES = ("clippable_linear", "shared_states")
 
 
 def patch_called(name):
-    patch = Patch(name, symptom="", affects=("packaging>=1",), changes="")
+    patch = Patch(name, symptom="", affects=("packaging>=1",))
     patch.replaces("json.tool", "main")(lambda original: lambda: original())
     return patch
 

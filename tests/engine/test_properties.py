@@ -277,7 +277,7 @@ def patches_of(module, targets, requires):
     patches = []
     for index, attributes in enumerate(targets):
         required = [f"p{each}" for each in requires.get(index, ()) if each < len(targets)]
-        patch = Patch(f"p{index}", symptom="", affects=ALWAYS, changes="", requires=required)
+        patch = Patch(f"p{index}", symptom="", affects=ALWAYS, requires=required)
         for attribute in attributes:
             patch.replaces(module, attribute)(tagging(f"p{index}"))
         patches.append(patch)
@@ -483,7 +483,7 @@ def test_notes_are_asked_when_they_are_read():
 
 
 def test_status_is_typed_printable_and_json():
-    patch = Patch("a_patch", symptom="it breaks", affects=ALWAYS, changes="")
+    patch = Patch("a_patch", symptom="it breaks", affects=ALWAYS)
     engine = Engine([patch], Switches("STATUS", everything=False), logging.getLogger("s"))
     status = engine.install()
     assert isinstance(status, Status)

@@ -26,11 +26,6 @@ PATCH = Patch(
     name="clippable_linear",
     symptom="Target module Gemma4ClippableLinear(...) is not supported",
     affects=("transformers", "peft"),
-    changes=(
-        "PEFT's tuners match the linear layer inside a ...ClippableLinear if a target, rank or "
-        "alpha pattern matches the wrapper.  PEFT and transformers' own load_adapter also load "
-        "adapter files whose keys lack '.linear'."
-    ),
     note="PEFT's maintainers advise to target the inner module.",
     links=(
         "https://github.com/huggingface/peft/issues/3129",

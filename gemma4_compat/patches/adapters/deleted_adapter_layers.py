@@ -23,10 +23,6 @@ PATCH = Patch(
         "q_proj.base_layer.weight, and loads as a model with random weights, without an error"
     ),
     affects=("transformers", "peft"),
-    changes=(
-        "transformers' delete_adapter puts the layers that PEFT wrapped back once no adapter is "
-        "left."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

@@ -28,11 +28,6 @@ PATCH = Patch(
         "experts, without a warning"
     ),
     affects=("transformers", "peft"),
-    changes=(
-        "Adding or loading an adapter on the MLP of a Gemma 4 model with fused experts warns if "
-        "the experts get no adapter, and names the target_parameters that reach them.  The adapter "
-        "does not change."
-    ),
     unreported="A limit of the design; reported only in another project (unsloth #4907).",
 )
 

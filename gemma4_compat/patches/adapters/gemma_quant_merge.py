@@ -27,10 +27,6 @@ PATCH = Patch(
         "tensor b, or result type Float can't be cast to the desired output type Char"
     ),
     affects=("transformers>=5.11", "peft"),
-    changes=(
-        "Merging an adapter into QuantizedLinear layers raises one ValueError that names two other "
-        "ways, before any weight changes."
-    ),
     unreported="Found by comparing a merged model with the one that has the adapter loaded.",
 )
 

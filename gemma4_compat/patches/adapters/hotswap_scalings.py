@@ -23,7 +23,6 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate", "peft"),
     requires=("peft_redispatch",),
-    changes="PEFT's hot-swap puts the scalings of offloaded layers on their execution devices.",
     unreported="Found by running PEFT's hot-swap on a split model; no report is known upstream.",
 )
 

@@ -27,7 +27,6 @@ PATCH = Patch(
         "other names, and loads as a model with random weights, without an error"
     ),
     affects=("transformers", "peft"),
-    changes="transformers' load_adapter keeps the conversions of the model's own checkpoint.",
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

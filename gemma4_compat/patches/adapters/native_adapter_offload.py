@@ -28,10 +28,6 @@ PATCH = Patch(
         "loaded, without an error; they keep their initial values or have none"
     ),
     affects=("transformers", "accelerate", "peft"),
-    changes=(
-        "PeftAdapterMixin.load_adapter places adapter tensors on the execution devices of their "
-        "layers, not where the layers' weights are stored."
-    ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 

@@ -25,10 +25,6 @@ PATCH = Patch(
         "base model's values, without an error"
     ),
     affects=("transformers<5.18", "peft"),
-    changes=(
-        "PeftAdapterMixin.load_adapter loads the tensors of modules_to_save and "
-        "trainable_token_indices."
-    ),
     links=("https://github.com/huggingface/transformers/pull/48595",),
 )
 

@@ -25,10 +25,6 @@ PATCH = Patch(
         "loading one leaves the embeddings as they were"
     ),
     affects=("transformers", "accelerate", "peft"),
-    changes=(
-        "PEFT's get_peft_model_state_dict and set_peft_model_state_dict read and write offloaded "
-        "weights of the base model through their accelerate hooks."
-    ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 

@@ -37,11 +37,6 @@ PATCH = Patch(
         "meta is not on the expected device"
     ),
     affects=("transformers", "accelerate", "peft"),
-    changes=(
-        "ModulesToSaveWrapper copies an offloaded module with its weights, to the module's "
-        "execution device.  TrainableTokensLayer onloads an offloaded embedding while it reads or "
-        "changes it, and stays on a tied head when another adapter is added."
-    ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 

@@ -25,10 +25,6 @@ PATCH = Patch(
         "again, lm_head.weight is newly initialized"
     ),
     affects=("transformers", "accelerate", "peft>=0.19"),
-    changes=(
-        "merge_and_unload compares the values of offloaded input and output embeddings before it "
-        "sets tie_word_embeddings=False."
-    ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 

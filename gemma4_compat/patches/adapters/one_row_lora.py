@@ -28,11 +28,6 @@ PATCH = Patch(
         "each adapted layer and token"
     ),
     affects=("transformers", "peft", "bitsandbytes"),
-    changes=(
-        "In forwards of the text models of Gemma 4 and Gemma 3n with at most 8 tokens, the only "
-        "active LoRA adapter of a 4-bit layer on a GPU is added in one or two faster and more "
-        "exact kernels."
-    ),
     unreported="PEFT's operators are right, and made for more than one row.",
     requires=("one_row_4bit",),
 )

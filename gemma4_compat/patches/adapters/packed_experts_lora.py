@@ -36,11 +36,6 @@ PATCH = Patch(
         "matrix, got Byte"
     ),
     affects=("transformers", "peft", "bitsandbytes"),
-    changes=(
-        "PEFT's target_parameters adapts the experts that fused_experts_4bit quantizes: training, "
-        "saving, loading, several adapters, merging.  PEFT's modules_to_save trains a dequantized "
-        "copy of them."
-    ),
     unreported="Only fused_experts_4bit, a patch of this package, stores experts in 4 bits.",
     requires=("fused_experts_4bit",),
 )

@@ -43,13 +43,6 @@ PATCH = Patch(
     affects=("transformers", "accelerate", "peft"),
     # These bugs show if the base model stays offloaded; PEFT's own dispatch hides them.
     requires=("offloaded_adapter_embeddings", "offloaded_modules_to_save", "offloaded_tie_check"),
-    changes=(
-        "PeftModel's from_pretrained and load_adapter no longer change the placement of a model "
-        "that has hf_device_map.  They ignore device_map, max_memory, offload_dir, "
-        "offload_folder and offload_buffers with a warning.  (For a base model without a device "
-        "map, PEFT itself ignores these arguments, without a warning.)  Adapters of offloaded "
-        "layers are created, run and merged on the layer's execution device."
-    ),
     links=(
         "https://github.com/huggingface/peft/issues/3169",
         "https://github.com/huggingface/transformers/issues/45482",

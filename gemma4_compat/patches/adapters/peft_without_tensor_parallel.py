@@ -25,10 +25,6 @@ PATCH = Patch(
         "AttributeError: 'Gemma4TextExperts' object has no attribute 'weight'"
     ),
     affects=("transformers", "peft>=0.19,<0.20"),
-    changes=(
-        "Loading a LoRA adapter runs PEFT's code for tensor parallelism only if transformers "
-        "sharded the model."
-    ),
     links=(
         "https://github.com/huggingface/peft/pull/3261",
         "https://github.com/huggingface/peft/issues/3628",

@@ -24,10 +24,6 @@ PATCH = Patch(
         "'num_hidden_layers', in a forward with prefix tuning or CARTRIDGE on a split model"
     ),
     affects=("transformers", "accelerate", "peft"),
-    changes=(
-        "The prefix of prefix tuning goes to the execution devices of the decoder layers of a "
-        "split model."
-    ),
     links=(
         "https://github.com/huggingface/peft/issues/3619",
         "https://github.com/huggingface/peft/pull/3621",

@@ -25,10 +25,6 @@ PATCH = Patch(
         "1690.50 GiB; or the inputs_embeds you provided do not exactly match the embedding weights"
     ),
     affects=("transformers", "peft"),
-    changes=(
-        "Virtual tokens of a PeftModel get the per-layer embeddings of the pad token, or with CPT "
-        "those of cpt_token_ids."
-    ),
     links=(
         "https://github.com/huggingface/peft/issues/3201",
         "https://github.com/huggingface/transformers/issues/45874",

@@ -29,10 +29,6 @@ PATCH = Patch(
         "the one with the adapter loaded"
     ),
     affects=("transformers", "peft", "bitsandbytes"),
-    changes=(
-        "One warning per model before an adapter is merged into quantized weights, with a way that "
-        "keeps the outputs.  The merge itself does not change."
-    ),
     note="It is inherent in quantized weights; no upstream change can fix it.",
     links=("https://github.com/huggingface/peft/issues/2321",),
 )

@@ -45,11 +45,6 @@ PATCH = Patch(
         "way round, has no effect: 'Found missing adapter keys', and no tensor is loaded"
     ),
     affects=("transformers", "peft"),
-    changes=(
-        "PEFT, and transformers' own load_adapter, load an adapter of Gemma 4's text model into "
-        "the multimodal model, and the text part of a multimodal adapter into the text model.  "
-        "They raise ValueError if only a part of that would load."
-    ),
     unreported="Reported only in another project (vllm #38844).",
 )
 

@@ -25,10 +25,6 @@ PATCH = Patch(
     name="cudnn_attention",
     symptom="grad_norm is nan on an H100 or H200, if the length of a batch is 64 modulo 128",
     affects=(),
-    changes=(
-        "Attention does not use cuDNN on a GPU where it is wrong: for gradients with a mask, if "
-        "the number of keys is 64 modulo 128; for single queries on compute capability 10."
-    ),
     note=(
         "The bug is in PyTorch 2.11 and later, with the cuDNN that it brings.  Compute capability "
         "10 (B200) was not measured."

@@ -33,11 +33,6 @@ PATCH = Patch(
         "beside its KV cache, and that of E4B 0.5 GiB"
     ),
     affects=(),
-    changes=(
-        "On a GPU, attention of full layers over one sequence reads the keys and values of the "
-        "cache, and not a copy for each query head, if attn_implementation is sdpa.  The first "
-        "forward shows whether the GPU gives the same bits."
-    ),
     unreported="PyTorch's memory-efficient attention takes no grouped queries.",
 )
 

@@ -28,10 +28,6 @@ PATCH = Patch(
     kind=Kind.FAST,
     symptom="after a prompt of 32,000 tokens, Gemma 4 generates at a quarter of the speed",
     affects=(),
-    changes=(
-        "On a GPU, attention in decode steps and checks of drafts is computed in a kernel of this "
-        "package if attn_implementation is sdpa.  The result differs by rounding."
-    ),
     note="Compute capabilities other than 9.0 were not measured.",
     unreported="PyTorch has no kernel for one query of heads of 512 that splits the keys.",
     former=former("one_token_attention"),

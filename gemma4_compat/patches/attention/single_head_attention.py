@@ -34,10 +34,6 @@ PATCH = Patch(
         "window, or after a second turn, if its length is 1 modulo 32"
     ),
     affects=("transformers",),
-    changes=(
-        "On a GPU whose attention kernel is wrong, keys and values of a single KV head are copied "
-        "for each query head if the number of queries is 1 modulo 32."
-    ),
     note="The bug is in PyTorch.  It was measured with 2.11.",
     links=(
         "https://github.com/pytorch/pytorch/issues/191937",

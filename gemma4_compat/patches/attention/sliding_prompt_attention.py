@@ -27,10 +27,6 @@ PATCH = Patch(
     kind=Kind.FAST,
     symptom="Gemma 4 needs long for a prompt of 8,000 tokens, although most layers see only 512",
     affects=(),
-    changes=(
-        "On a GPU, sliding layers compute a prompt of 4,096 tokens or more in parts, each with the "
-        "keys of its windows, if attn_implementation is sdpa.  The result differs by rounding."
-    ),
     unreported="PyTorch's scaled_dot_product_attention has no argument for a window.",
     former=former("sliding_prompt_attention"),
 )

@@ -25,7 +25,6 @@ PATCH = Patch(
         "AVX512-BF16 CPU gives garbage, without an exception"
     ),
     affects=("transformers", "bitsandbytes>=0.49"),
-    changes="bitsandbytes' dequantize_4bit first unpacks a weight that was repacked for the CPU.",
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 

@@ -29,10 +29,6 @@ PATCH = Patch(
     ),
     affects=("transformers", "bitsandbytes>=0.49"),
     requires=("cpu_packed_state",),
-    changes=(
-        "bitsandbytes' Linear4bit.forward unpacks a weight that was repacked for the CPU if the "
-        "layer is in training mode or its input needs a gradient."
-    ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 

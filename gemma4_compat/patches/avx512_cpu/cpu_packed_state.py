@@ -31,10 +31,6 @@ PATCH = Patch(
         "writes a changed quant state; single-quantized layers then give wrong outputs"
     ),
     affects=("transformers", "bitsandbytes>=0.49"),
-    changes=(
-        "bitsandbytes' repacking for the CPU stores the original quant state, and unpacking "
-        "restores it instead of an approximation."
-    ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 

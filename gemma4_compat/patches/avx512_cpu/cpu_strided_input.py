@@ -20,7 +20,6 @@ PATCH = Patch(
         "a 4-bit audio tower that runs on an AVX512-BF16 CPU gives wrong outputs, without an error"
     ),
     affects=("transformers", "bitsandbytes>=0.49"),
-    changes="Inputs of bitsandbytes' 4-bit CPU kernel are made contiguous.",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1995",),
 )
 

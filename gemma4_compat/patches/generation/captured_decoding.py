@@ -54,11 +54,6 @@ PATCH = Patch(
         "nothing is compiled, and there is no warning"
     ),
     affects=("transformers",),
-    changes=(
-        "generate captures the decode step of Gemma 4 and Gemma 3n with a static cache as a CUDA "
-        "graph if transformers does not compile it.  prepare_inputs_for_generation makes the "
-        "inputs of these steps with fewer operations."
-    ),
     requires=("static_cache_full_window",),
     unreported="transformers #36519 turned compilation off for such models on purpose.",
 )

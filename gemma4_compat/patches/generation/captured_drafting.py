@@ -43,10 +43,6 @@ PATCH = Patch(
     kind=Kind.EXACT,
     symptom="ValueError: assisted generate is not supported with Static cache classes`",
     affects=("transformers>=5.8",),
-    changes=(
-        "generate with a drafter or prompt lookup takes cache_implementation='static' for Gemma 4 "
-        "and Gemma 3n on a GPU, and captures the drafts and their checks as CUDA graphs."
-    ),
     requires=("captured_decoding", "static_cache_full_window"),
     unreported="transformers refuses such a cache on purpose.",
 )

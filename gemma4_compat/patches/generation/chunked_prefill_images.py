@@ -43,10 +43,6 @@ PATCH = Patch(
         "Chunked prefill cannot split the raw multimodal inputs ['input_features', ...]"
     ),
     affects=(),
-    changes=(
-        "generate with prefill_chunk_size gives each chunk the features of its images, videos and "
-        "sound.  A chunk of 12B, 26B-A4B and 31B contains the whole of an image, or nothing of it."
-    ),
     note=(
         "transformers 5.23.0 prefills images in chunks.  It refuses sound, and divides images "
         "whose tokens attend to each other."

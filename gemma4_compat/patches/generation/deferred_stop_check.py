@@ -30,10 +30,6 @@ PATCH = Patch(
     kind=Kind.FAST,
     symptom="generate is slow on a GPU: it waits for Python between two captured decode steps",
     affects=("transformers>=5.17",),
-    changes=(
-        "generate begins the next captured decode step before it reads whether the sequences have "
-        "ended.  A streamer gets each token one step later."
-    ),
     requires=("captured_decoding",),
     unreported="transformers allows it on Apple's GPUs, and asks for figures of others.",
 )

@@ -31,10 +31,6 @@ PATCH = Patch(
         "1690.50 GiB; or the inputs_embeds you provided do not exactly match the embedding weights"
     ),
     affects=("transformers",),
-    changes=(
-        "Gemma4TextModel.get_per_layer_inputs finds the token ids of inputs_embeds in every dtype, "
-        "also with offloaded embeddings, and needs about as much memory as inputs_embeds."
-    ),
     links=(
         "https://github.com/huggingface/transformers/issues/45874",
         "https://github.com/huggingface/transformers/pull/45883",

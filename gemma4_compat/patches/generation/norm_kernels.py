@@ -25,11 +25,6 @@ PATCH = Patch(
         "generate is slow on a GPU: a token of E2B launches 3,400 kernels, 2,200 of them for norms"
     ),
     affects=(),
-    changes=(
-        "On a GPU, an RMS norm without gradients, or in 16 bits with a frozen weight, runs in one "
-        "kernel, and so does its gradient; both were compared with those of transformers.  A "
-        "second derivative rounds some sums in another order."
-    ),
     unreported="The code is right as it is.",
     former=former("norm_kernels"),
     differs="second derivatives (create_graph=True) round some sums in another order",

@@ -24,10 +24,6 @@ PATCH = Patch(
     kind=Kind.FAST,
     symptom="half of the time of a decode step goes into the 4-bit products of one token",
     affects=("bitsandbytes",),
-    changes=(
-        "In forwards of the text model with at most 8 tokens, 4-bit layers on a GPU multiply in a "
-        "faster and more exact kernel."
-    ),
     unreported="bitsandbytes' kernels are right, and not made for layers this small.",
     former=former("one_row_4bit"),
 )

@@ -22,10 +22,6 @@ PATCH = Patch(
         "from pipeline(model=...) with a split model; or the pipeline's device is the CPU"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "If the device map of its model begins with an offloaded module, a pipeline sends its "
-        "inputs to the execution device of this module."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

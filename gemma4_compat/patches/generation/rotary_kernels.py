@@ -20,10 +20,6 @@ PATCH = Patch(
     kind=Kind.EXACT,
     symptom="generate is slow on a GPU: rotary embeddings of E2B launch 250 kernels for a token",
     affects=("transformers>=5.11",),
-    changes=(
-        "On a GPU and without gradients, rotary embeddings run in one kernel, which was compared "
-        "with those of transformers."
-    ),
     note=(
         "Releases before 5.11 keep a reference to the function itself, for kernels of the Hub, "
         "so it is not replaced there."

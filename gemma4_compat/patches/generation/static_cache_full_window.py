@@ -23,10 +23,6 @@ PATCH = Patch(
         "operation not permitted when stream is capturing"
     ),
     affects=("transformers",),
-    changes=(
-        "StaticSlidingWindowLayer.update stores the token of a step in a full window without an "
-        "index tensor from the CPU."
-    ),
     unreported=("It is slow, but not wrong; no report is known upstream."),
 )
 

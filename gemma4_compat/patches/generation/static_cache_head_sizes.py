@@ -26,7 +26,6 @@ PATCH = Patch(
         "Source/destination tensor must have same slice shapes"
     ),
     affects=("transformers>=5.13,<5.18",),
-    changes="The layers of a static cache of Gemma 4 get their memory in the first forward.",
     links=(
         "https://github.com/huggingface/transformers/issues/48501",
         "https://github.com/huggingface/transformers/pull/48619",

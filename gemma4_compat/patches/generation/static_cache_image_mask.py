@@ -32,10 +32,6 @@ PATCH = Patch(
         'cache_implementation="static" than with a dynamic cache'
     ),
     affects=(),
-    changes=(
-        "prepare_inputs_for_generation makes the mask of a static cache from all token types, if "
-        "there are images."
-    ),
     note="Chunked prefill, and images after cached tokens, are not fixed in 5.24.0.",
     unreported="Reported only in another project (unsloth #10903).",
     former=former("static_cache_image_mask", UNIFIED),

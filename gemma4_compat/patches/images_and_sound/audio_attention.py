@@ -24,10 +24,6 @@ PATCH = Patch(
         "torch.nn.functional.scaled_dot_product_attention yet"
     ),
     affects=("transformers>=5.20",),
-    changes=(
-        "If the audio tower does not support an attn_implementation, this tower alone uses eager "
-        "attention, and one INFO line says so; all other parts keep the requested implementation."
-    ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 

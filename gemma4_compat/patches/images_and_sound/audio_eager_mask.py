@@ -24,7 +24,6 @@ PATCH = Patch(
         "without an error"
     ),
     affects=("transformers<5.20",),
-    changes="Gemma4AudioModel makes the mask of eager attention boolean, as its layers expect.",
     links=(
         "https://github.com/huggingface/transformers/issues/48818",
         "https://github.com/huggingface/transformers/pull/48922",

@@ -22,7 +22,6 @@ PATCH = Patch(
         "source to have same dtypes but got Float and BFloat16 (or Half)"
     ),
     affects=("transformers<5.15",),
-    changes="Gemma4Model.forward casts the features of sound to the dtype of the embeddings.",
     links=(
         "https://github.com/unslothai/unsloth/issues/7224",
         "https://github.com/unslothai/notebooks/issues/303",

@@ -24,7 +24,6 @@ PATCH = Patch(
         "to type c10::Half without overflow"
     ),
     affects=("transformers",),
-    changes="In float16, clamp bounds and mask constant of Gemma 4's audio layers are 65504.",
     unreported="Only unsloth-zoo's own code mentions it; no report is known upstream.",
 )
 

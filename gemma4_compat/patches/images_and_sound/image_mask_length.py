@@ -23,7 +23,6 @@ PATCH = Patch(
         "the size of tensor b at non-singleton dimension 3"
     ),
     affects=("transformers>=5.14,<5.17",),
-    changes="create_masks_for_vision_model of Gemma 4 makes each mask with layers of one kind.",
     links=("https://github.com/huggingface/transformers/pull/48482",),
 )
 

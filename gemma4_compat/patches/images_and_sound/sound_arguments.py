@@ -27,11 +27,6 @@ PATCH = Patch(
         "Audio features and audio tokens do not match; sampling_rate=48000 is ignored"
     ),
     affects=("transformers",),
-    changes=(
-        "Sound of Gemma 4 and 3n is padded on the right.  A max_length for the text does not cut "
-        "it.  Another sampling rate raises an error, as does an item of a sound column that is "
-        "passed to a feature extractor."
-    ),
     links=(
         "https://github.com/unslothai/unsloth/issues/6157",
         "https://github.com/unslothai/unsloth-zoo/pull/747",

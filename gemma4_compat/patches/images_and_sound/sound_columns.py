@@ -24,7 +24,6 @@ PATCH = Patch(
         "only a single or a list of entries is supported, or Incorrect format used for `audio`"
     ),
     affects=("transformers",),
-    changes="apply_chat_template, and processors of Gemma 4 and 3n, take items of a sound column.",
     note="A processor with a __call__ of its own, as Gemma 4's before 5.10, is not covered.",
     links=(
         "https://github.com/unslothai/unsloth/issues/7226",

@@ -19,7 +19,6 @@ PATCH = Patch(
     name="audio_uint8_weights",
     symptom="torch.finfo() requires a floating point input type, in the 4-bit or 8-bit audio tower",
     affects=("transformers<5.11", "bitsandbytes"),
-    changes="Clamp bounds and casts in the audio tower follow the activations' dtype.",
     links=("https://github.com/huggingface/transformers/issues/45672",),
 )
 

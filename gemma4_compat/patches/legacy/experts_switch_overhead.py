@@ -23,7 +23,6 @@ PATCH = Patch(
     kind=Kind.EXACT,
     symptom="on a GPU, each token of generate waits some ms for set_experts_implementation",
     affects=("transformers<5.14",),
-    changes="While it decodes, a model without experts does not switch their implementation.",
     links=("https://github.com/huggingface/transformers/pull/47097",),
 )
 

@@ -23,10 +23,6 @@ PATCH = Patch(
     kind=Kind.MEMORY,
     symptom="torch.OutOfMemoryError in scaled_dot_product_attention for a prompt of 8,000 tokens",
     affects=("transformers<5.13",),
-    changes=(
-        "On a GPU, keys with heads larger than 256 are repeated for each query head, instead of "
-        "passed in groups.  The result differs by rounding."
-    ),
     links=("https://github.com/huggingface/transformers/issues/46960",),
     differs="prompts round as the kernel of transformers 5.13 does, which needs less memory",
 )

@@ -26,10 +26,6 @@ PATCH = Patch(
         "'_is_hf_initialized'"
     ),
     affects=("transformers", "accelerate<1.14", "bitsandbytes<0.50"),
-    changes=(
-        "accelerate's set_module_tensor_to_device no longer passes the flag to the constructors "
-        "of bitsandbytes parameters.  The flag is on the parameter again afterwards."
-    ),
     links=(
         "https://github.com/huggingface/transformers/issues/43872",
         "https://github.com/huggingface/accelerate/pull/3976",

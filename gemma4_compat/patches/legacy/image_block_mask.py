@@ -28,10 +28,6 @@ PATCH = Patch(
         "error: image tokens attend to each other in full-attention layers, and beyond the window"
     ),
     affects=("transformers<5.13",),
-    changes=(
-        "The masks of Gemma 4 and Gemma 4 unified make images bidirectional only in sliding layers "
-        "and within the window."
-    ),
     links=(
         "https://github.com/huggingface/transformers/issues/46711",
         "https://github.com/huggingface/transformers/pull/46850",

@@ -23,10 +23,6 @@ PATCH = Patch(
         "and cuda:1 (when the token embeddings are not on the first GPU of the device map)"
     ),
     affects=("transformers<5.9", "accelerate"),
-    changes=(
-        "Gemma4Model.forward sends input_ids, mm_token_type_ids and inputs_embeds to the execution "
-        "device of the token embeddings, if a device map gave them one."
-    ),
     links=(
         "https://github.com/huggingface/transformers/issues/45823",
         "https://github.com/huggingface/transformers/pull/45826",

@@ -28,10 +28,6 @@ PATCH = Patch(
         'tokens); IndexError: list index out of range with cache_implementation="static"'
     ),
     affects=("transformers<5.14",),
-    changes=(
-        "The DynamicCache that generate makes and does not return, and a StaticCache, keep all "
-        "layer types of a config with num_kv_shared_layers=0."
-    ),
     note="StaticCache is fixed earlier, in transformers 5.10.1.",
     links=("https://github.com/huggingface/transformers/pull/46235",),
 )

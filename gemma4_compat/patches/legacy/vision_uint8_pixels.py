@@ -27,7 +27,6 @@ PATCH = Patch(
         "ignores audio and images, or raises mixed dtype (CPU)"
     ),
     affects=("transformers<5.13", "bitsandbytes"),
-    changes="Image and audio inputs keep a floating-point dtype if a layer is quantized.",
     links=(
         "https://github.com/huggingface/transformers/issues/46932",
         "https://github.com/huggingface/transformers/pull/46933",

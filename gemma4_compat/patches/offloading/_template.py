@@ -24,7 +24,6 @@ PATCH = Patch(
     # Requirements that must all hold, as measured.  ">=" gives the first release that has the bug;
     # omit it if every supported release has the bug.  "<" gives the first release without it.
     affects=("accelerate",),
-    changes="PrefixedDataset yields only keys that it can look up, and counts only those.",
     # Or links=(...,), the upstream issues and pull requests.
     unreported="No supported library iterates over this mapping.",
 )

@@ -30,11 +30,6 @@ PATCH = Patch(
         "match any submodules in the model' after loading"
     ),
     affects=("transformers",),
-    changes=(
-        "from_pretrained of a Gemma 4 or Gemma 3n model warns once per load about entries of an "
-        "explicit device_map that name no module, parameter or buffer, and names the closest "
-        "modules.  The map itself is used unchanged."
-    ),
     links=(
         "https://github.com/huggingface/accelerate/issues/3584",
         "https://github.com/huggingface/accelerate/pull/3613",

@@ -20,7 +20,6 @@ PATCH = Patch(
     name="disk_buffers",
     symptom="other logits, without an error, after load_checkpoint_and_dispatch to the disk",
     affects=("transformers", "accelerate"),
-    changes="accelerate's load_checkpoint_in_model loads the buffers of modules on the disk.",
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

@@ -52,12 +52,6 @@ PATCH = Patch(
         "(some 42 GiB in bfloat16)"
     ),
     affects=("transformers", "bitsandbytes"),
-    changes=(
-        "Loading a Gemma 4 model with load_in_4bit quantizes the fused experts too, and warns once "
-        "with their size before and after.  Their forward multiplies with the experts that the "
-        "tokens are routed to.  save_pretrained writes them in 4 bits; from_pretrained reads them; "
-        "dequantize() restores them.  llm_int8_skip_modules excludes them."
-    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1965",

@@ -28,10 +28,6 @@ PATCH = Patch(
         "(some 42 GiB in bfloat16), and nothing reports it"
     ),
     affects=("transformers", "bitsandbytes"),
-    changes=(
-        "Loading a Gemma 4 model with fused experts in 8 bits warns once per load that they are "
-        "not quantized, with their size.  The loaded model does not change."
-    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1965",

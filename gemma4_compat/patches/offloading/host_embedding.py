@@ -33,11 +33,6 @@ PATCH = Patch(
         "every forward"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "The hooks of Gemma 4 and 3n copy only the rows that an offloaded nn.Embedding, or the "
-        "packed one of a QAT checkpoint, looks up to its execution device, not the whole weight.  "
-        "From the disk they read only those rows."
-    ),
     links=("https://github.com/huggingface/transformers/issues/47705",),
 )
 

@@ -28,10 +28,6 @@ PATCH = Patch(
         "layers that are offloaded; their weights stay on the GPU after the forward"
     ),
     affects=("transformers", "accelerate", "bitsandbytes!=0.47.*,!=0.48.0,!=0.48.1"),
-    changes=(
-        "After each forward, accelerate's AlignDevicesHook removes weight and scales from the "
-        "state of an offloaded Linear8bitLt; autograd keeps its own state."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

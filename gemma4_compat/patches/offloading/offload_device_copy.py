@@ -23,7 +23,6 @@ PATCH = Patch(
         "and 4-bit layers are copied to the host and back in every forward"
     ),
     affects=("transformers", "accelerate"),
-    changes="accelerate's OffloadedWeightsLoader keeps the tensors it is given on the host.",
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

@@ -28,10 +28,6 @@ PATCH = Patch(
     kind=Kind.EXACT,
     symptom="4-bit layers offloaded to the CPU are slower than bfloat16 ones",
     affects=("transformers", "accelerate"),
-    changes=(
-        "The hooks of Gemma 4 and 3n copy decoder layers from page-locked host memory to the GPU, "
-        "with one copy per layer and ahead of time."
-    ),
     requires=("offload_threads",),
     unreported="Only slow, not wrong; no report is known upstream.",
 )

@@ -34,10 +34,6 @@ PATCH = Patch(
         "is not on the expected device, in some of the calls"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "accelerate's hooks let one thread at a time run the forward of a model with offloaded "
-        "modules, or of an offloaded module."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

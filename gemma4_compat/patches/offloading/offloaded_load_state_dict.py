@@ -34,11 +34,6 @@ PATCH = Patch(
         "no-op; with assign=True there is no warning"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "torch's Module.load_state_dict loads the weights of modules that accelerate's hooks "
-        "offload.  It raises ValueError for those of quantized layers.  Other modules are loaded "
-        "as before."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

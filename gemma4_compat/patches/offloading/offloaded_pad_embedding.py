@@ -21,10 +21,6 @@ PATCH = Patch(
     name="offloaded_pad_embedding",
     symptom="Tensor on device meta is not on the expected device, with embed_tokens offloaded",
     affects=("transformers", "accelerate"),
-    changes=(
-        "If embed_tokens is offloaded, Gemma4Model.forward gets the pad token's row of the weight "
-        "from host memory or the disk."
-    ),
     links=("https://github.com/huggingface/transformers/pull/48409",),
 )
 

@@ -34,10 +34,6 @@ PATCH = Patch(
         'set a tensor of shape ... in "weight" (which has shape ...), this looks incorrect'
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "resize_token_embeddings and tie_weights onload offloaded embeddings while they run, and "
-        "the accelerate hooks of resized embeddings get the new weights."
-    ),
     links=("https://github.com/huggingface/transformers/issues/30048",),
 )
 

@@ -34,11 +34,6 @@ PATCH = Patch(
         "is neither a parameter, buffer, nor extra state"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "transformers' load_offloaded_parameter reads a tensor from the hook that offloads it.  "
-        "save_pretrained treats every model with such hooks as offloaded, reads buffers on meta, "
-        "and writes the statistics of offloaded 8-bit layers."
-    ),
     unreported=(
         "Parts are in a closed pull request (transformers #46902); no report of SequentialHook is "
         "known upstream."

@@ -26,10 +26,6 @@ PATCH = Patch(
         "expected device"
     ),
     affects=("transformers>=5.11",),
-    changes=(
-        "If embed_tokens is a QuantizedEmbedding, Gemma4Model.forward dequantizes the pad token's "
-        "row only.  torch.compile, which fuses these operations, gets the model as it is."
-    ),
     unreported="Found by a plan of a QAT checkpoint: activations needed more than the weights.",
 )
 

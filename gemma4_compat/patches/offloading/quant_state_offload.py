@@ -45,13 +45,6 @@ PATCH = Patch(
         "of meta tensor; no data! (single quantization), when 4-bit weights are offloaded"
     ),
     affects=("transformers", "accelerate", "bitsandbytes"),
-    changes=(
-        "Params4bit.to('meta') does not change the quant state, and gives the meta parameter a "
-        "host copy that is made once.  Moving the parameter from meta copies it to the execution "
-        "device.  accelerate's AlignDevicesHook drops the module's own reference to the device "
-        "copy.  Linear4bit does not serialize a quant state without values; its error names the "
-        "module."
-    ),
     links=(
         "https://github.com/huggingface/transformers/issues/43873",
         "https://github.com/EricRollei/Comfy_HunyuanImage3/issues/5",

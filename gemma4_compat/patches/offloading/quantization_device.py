@@ -31,10 +31,6 @@ PATCH = Patch(
         "minutes while the GPU does nothing"
     ),
     affects=("transformers", "bitsandbytes"),
-    changes=(
-        "In a block of gemma4_compat.quantize_on, Params4bit of bitsandbytes quantizes a weight "
-        "for the CPU on that GPU."
-    ),
     unreported="Only slow, not wrong; no report is known upstream.",
 )
 

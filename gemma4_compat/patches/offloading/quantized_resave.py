@@ -24,10 +24,6 @@ PATCH = Patch(
         "of offlading"
     ),
     affects=("transformers", "bitsandbytes"),
-    changes=(
-        "revert_weight_conversion, with which save_pretrained restores the names and tensors of a "
-        "checkpoint, skips the conversions that load weights quantized by bitsandbytes."
-    ),
     links=("https://github.com/huggingface/transformers/pull/45743",),
 )
 

@@ -30,11 +30,6 @@ PATCH = Patch(
         "second GPU"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "accelerate's attach_align_device_hook_on_blocks, which dispatch_model calls, places a "
-        "module of the device map without the modules inside it that have another entry, and "
-        "attaches no hooks to those.  hf_device_map does not change."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

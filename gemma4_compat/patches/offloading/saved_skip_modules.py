@@ -26,10 +26,6 @@ PATCH = Patch(
         "forward"
     ),
     affects=("transformers", "bitsandbytes"),
-    changes=(
-        "save_pretrained writes the modules that the map kept in float to llm_int8_skip_modules "
-        "in config.json.  The model's own config does not change."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

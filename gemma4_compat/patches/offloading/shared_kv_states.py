@@ -29,10 +29,6 @@ PATCH = Patch(
     name="shared_kv_states",
     symptom="KeyError: 22 (E4B), 13 (E2B) or 'sliding_attention' in shared_kv_states[...]",
     affects=("transformers<5.23",),
-    changes=(
-        "Decoder layers that are called with shared_kv_states get this dictionary inside a "
-        "container that neither accelerate's hooks nor FSDP2 copy."
-    ),
     note="transformers 5.9.0 already fixes it for FSDP2.",
     links=(
         "https://github.com/huggingface/transformers/issues/45482",

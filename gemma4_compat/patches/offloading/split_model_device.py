@@ -29,10 +29,6 @@ PATCH = Patch(
         "generation, generate() without inputs, processor(...).to(model.device)"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "The device property of transformers models returns the device that inputs belong on, "
-        "instead of meta, if a hook onloads the first parameter."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

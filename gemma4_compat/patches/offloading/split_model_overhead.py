@@ -28,10 +28,6 @@ PATCH = Patch(
     kind=Kind.EXACT,
     symptom="with a device map, a model decodes 10 % slower than on one GPU, even if not offloaded",
     affects=("transformers", "accelerate"),
-    changes=(
-        "A module with an accelerate hook skips the hook if its weights and inputs are on the "
-        "execution device and its outputs stay on it."
-    ),
     unreported="Only slow, not wrong; no report is known upstream.",
 )
 

@@ -42,12 +42,6 @@ PATCH = Patch(
         "all of the model's weights are MISSING in the load report, and nothing is raised"
     ),
     affects=("transformers",),
-    changes=(
-        "Gemma 4's text model loads the weights that a multimodal checkpoint names "
-        "model.language_model.*, and the multimodal model those of a text model's checkpoint.  "
-        "It raises an error for a checkpoint that has weights under both "
-        "names, and for a quantized one whose quantization_config the text model does not get."
-    ),
     links=("https://github.com/huggingface/transformers/pull/45953",),
 )
 

@@ -25,10 +25,6 @@ PATCH = Patch(
         "errors about shapes with device_map=\"auto\" and max_memory={'cpu': ...}"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "accelerate's hooks do not take weights on the disk for tied to each other.  That of a "
-        "tied module finds the weight under the name that the checkpoint has."
-    ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 

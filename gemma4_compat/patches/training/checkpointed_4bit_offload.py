@@ -25,10 +25,6 @@ PATCH = Patch(
         "forward leaves all of them on the GPU, in spite of gradient checkpointing"
     ),
     affects=("transformers", "bitsandbytes"),
-    changes=(
-        "With offloaded 4-bit weights, bitsandbytes' MatMul4Bit saves the weight for the backward "
-        "as PyTorch's own layers do, so a checkpoint drops it."
-    ),
     kind=Kind.MEMORY,
     requires=("quant_state_offload",),
     unreported="accelerate refuses this training without kbit_offload_training, of this package.",

@@ -31,10 +31,6 @@ PATCH = Patch(
         "mode, for a model with modules offloaded to the CPU or disk, under DDP or FSDP2"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "Accelerator.prepare accepts a model that computes on the device of its process, also if "
-        "modules without trainable parameters are offloaded.  DDP and FSDP2 ignore these modules."
-    ),
     note="accelerate refuses this on purpose.",
     unreported=("A limit of the design: accelerate refuses it on purpose."),
 )

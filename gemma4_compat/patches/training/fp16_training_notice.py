@@ -29,10 +29,6 @@ PATCH = Patch(
     kind=Kind.WARNING,
     symptom="float16 (T4, V100): grad_norm is nan although the loss is finite",
     affects=("transformers",),
-    changes=(
-        "The first training step of Gemma 4 in float16, or under float16 autocast, warns that "
-        "gradients can overflow.  The step does not change."
-    ),
     links=(
         "https://github.com/unslothai/unsloth-zoo/pull/866",
         "https://github.com/unslothai/unsloth/pull/5092",

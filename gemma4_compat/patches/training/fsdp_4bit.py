@@ -32,7 +32,6 @@ PATCH = Patch(
         "torch 2.11: only Tensors of floating point dtype can require gradients"
     ),
     affects=("transformers", "bitsandbytes"),
-    changes="FSDP2 gathers 4-bit weights as Params4bit with their quant states, and casts none.",
     links=("https://github.com/huggingface/accelerate/issues/3983",),
 )
 

@@ -25,7 +25,6 @@ PATCH = Patch(
         "Excluding from FSDP2 sharding to prevent quant_state corruption"
     ),
     affects=("transformers", "accelerate>=1.14", "bitsandbytes"),
-    changes="Accelerator.prepare shards 4-bit weights in uint8 storage, too, under FSDP2.",
     requires=("fsdp_4bit",),
     links=("https://github.com/huggingface/accelerate/pull/3987",),
 )

@@ -26,10 +26,6 @@ PATCH = Patch(
         "find the transformer layer class Gemma4AudioLayer in the model"
     ),
     affects=("transformers", "accelerate"),
-    changes=(
-        "Under FSDP2, accelerate's default for fsdp_transformer_layer_cls_to_wrap is the class of "
-        "the decoder layers of a Gemma 4 or 3n model, without the classes of its towers."
-    ),
     links=("https://github.com/NVIDIA-NeMo/Automodel/pull/2763",),
 )
 

@@ -27,10 +27,6 @@ PATCH = Patch(
         "processes have images or sound"
     ),
     affects=("transformers",),
-    changes=(
-        "FSDP2 reduces zeros for the trained parameters of the vision and audio towers that this "
-        "process did not use, and another process did."
-    ),
     links=("https://github.com/NVIDIA-NeMo/Automodel/pull/2763",),
 )
 

@@ -44,11 +44,6 @@ PATCH = Patch(
         "long ones, without an error"
     ),
     affects=("transformers",),
-    changes=(
-        "Trainer weights the loss of each micro batch by its number of tokens, for "
-        "Gemma4ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration and "
-        "Gemma3nForConditionalGeneration."
-    ),
     unreported=(
         "No report about these models is known upstream; transformers #37766 is about others."
     ),

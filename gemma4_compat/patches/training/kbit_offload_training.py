@@ -26,10 +26,6 @@ PATCH = Patch(
         "offload"
     ),
     affects=("transformers", "accelerate", "bitsandbytes"),
-    changes=(
-        "Accelerator.prepare_model treats the offloaded modules of a 4-bit model as modules on "
-        "their execution device, if none of their parameters is trainable."
-    ),
     note="accelerate refuses this on purpose.",
     requires=("quant_state_offload",),
     unreported=("A limit of the design: accelerate refuses it on purpose."),

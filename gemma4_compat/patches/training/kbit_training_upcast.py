@@ -36,12 +36,6 @@ PATCH = Patch(
         "and the experts of 26B-A4B (42 GiB) are cast to float32"
     ),
     affects=("transformers", "peft"),
-    changes=(
-        "PEFT's prepare_model_for_kbit_training leaves the per-layer-embedding table and the fused "
-        "experts of Gemma 4 and Gemma 3n in their dtype, frozen like the rest, and logs the saved "
-        "memory at level INFO.  Forward hooks cast the inputs or outputs of these modules.  The "
-        "copies of modules_to_save are float32, and so are these tensors once they are trained."
-    ),
     unreported=("Only reports about other models are known upstream (peft #816 and #1149)."),
 )
 

@@ -28,10 +28,6 @@ PATCH = Patch(
     kind=Kind.MEMORY,
     symptom="torch.OutOfMemoryError in the loss of a training step, although the model is small",
     affects=("accelerate",),
-    changes=(
-        "A forward with labels computes logits and loss for some tokens at a time.  outputs.logits "
-        "is computed when it is read."
-    ),
     links=("https://github.com/linkedin/Liger-Kernel/issues/1308",),
     former=former("loss_memory"),
     differs="loss and gradients are computed for some tokens at a time, and round so",

@@ -29,10 +29,6 @@ PATCH = Patch(
         "but an attention_mask of ones is passed, or a cache is made"
     ),
     affects=("transformers",),
-    changes=(
-        "A training step of Gemma 4 whose position_ids restart inside a row warns once if the "
-        "samples attend to each other.  The step does not change."
-    ),
     links=(
         "https://github.com/hiyouga/LlamaFactory/issues/10736",
         "https://github.com/hiyouga/LlamaFactory/pull/10737",

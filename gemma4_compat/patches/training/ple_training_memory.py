@@ -24,10 +24,6 @@ PATCH = Patch(
     name="ple_training_memory",
     symptom="torch.OutOfMemoryError in training of E2B or E4B, in spite of gradient checkpointing",
     affects=("transformers",),
-    changes=(
-        "With gradient checkpointing, the projection of the per-layer embeddings is checkpointed, "
-        "too."
-    ),
     kind=Kind.MEMORY,
     unreported="Found by counting the memory of a training step; no report is known upstream.",
 )

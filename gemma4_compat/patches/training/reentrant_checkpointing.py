@@ -43,12 +43,6 @@ PATCH = Patch(
         "Gradients will be None"
     ),
     affects=("transformers",),
-    changes=(
-        "Gradient checkpointing of models with KV-shared layers is non-reentrant.  A warning says "
-        "so if use_reentrant=True was passed, an INFO line if use_reentrant was not passed.  In "
-        "other models, a reentrant checkpoint of a layer with trained weights computes a gradient "
-        "for its first argument, if no argument needs one."
-    ),
     unreported=(
         "Reported only in another project (unsloth-zoo #813, unsloth #5039) and for other models "
         "(peft #2880)."

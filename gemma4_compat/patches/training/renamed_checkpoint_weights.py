@@ -19,7 +19,6 @@ PATCH = Patch(
     name="renamed_checkpoint_weights",
     symptom="Trainer resumes 12B: There were missing keys in the checkpoint model loaded",
     affects=("transformers",),
-    changes="Trainer renames the weights of checkpoints of Gemma 4 and 3n as from_pretrained does.",
     links=("https://github.com/huggingface/transformers/issues/48805",),
 )
 

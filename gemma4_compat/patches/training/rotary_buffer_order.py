@@ -22,7 +22,6 @@ PATCH = Patch(
         "under DDP, losses and gradients are wrong in about half of all launches, without an error"
     ),
     affects=("transformers<5.16",),
-    changes="The buffers of Gemma4TextRotaryEmbedding have the same order in each process.",
     unreported=("No report is known upstream; later releases sort the names."),
 )
 

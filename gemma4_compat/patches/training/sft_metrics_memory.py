@@ -19,7 +19,6 @@ PATCH = Patch(
     name="sft_metrics_memory",
     symptom="torch.OutOfMemoryError in entropy_from_logits or argmax of TRL's SFTTrainer",
     affects=("transformers", "trl<1.15"),
-    changes="SFTTrainer computes entropy and accuracy from rows of the logits of loss_memory.",
     kind=Kind.MEMORY,
     unreported="It shows with loss_memory; TRL 1.15 computes its metrics in another way.",
     differs="TRL's metrics are computed for some tokens at a time, and round so",
