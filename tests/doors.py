@@ -22,11 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DOORS: dict[str, Callable] = {}
 
 
-def door(function=None, verdict="eager"):
-    """Register a door.  ``verdict``: how steps run while it is open."""
+def door(function=None, verdict="eager", of_a_call=False):
+    """Register a door.
+
+    Args:
+        verdict: how steps run while it is open.
+        of_a_call: whether it opens with the next call, as it changes new caches.
+    """
     if function is None:
-        return functools.partial(door, verdict=verdict)
-    function.verdict = verdict
+        return functools.partial(door, verdict=verdict, of_a_call=of_a_call)
+    function.verdict, function.of_a_call = verdict, of_a_call
     DOORS[function.__name__] = function
     return function
 
@@ -347,7 +352,7 @@ def update_of_a_class_of_layers(model, own, patch):
     patch.setattr(StaticLayer, "update", update)
 
 
-@door
+@door(of_a_call=True)
 def update_of_one_layer(model, own, patch):
     from transformers.cache_utils import StaticLayer
 
@@ -365,7 +370,7 @@ def update_of_one_layer(model, own, patch):
     patch.setattr(StaticLayer, "__init__", init)
 
 
-@door
+@door(of_a_call=True)
 def an_own_layer(model, own, patch):
     from transformers.cache_utils import StaticCache, StaticLayer
 

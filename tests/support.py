@@ -360,7 +360,9 @@ def pretend_avx512_bf16(patch):
     from bitsandbytes import functional
 
     def gemv_4bit(x, weight, out=None, state=None, **_):
-        assert state.packing_format_for_cpu and not state.nested and state.absmax.dim() == 2
+        assert state.packing_format_for_cpu
+        assert not state.nested
+        assert state.absmax.dim() == 2
         plain = copy.copy(state)
         plain.original_nested, plain.absmax = False, state.absmax.T.reshape(-1).float()
         unpack = inspect.unwrap(functional._convert_weight_packed_for_cpu_inverse)

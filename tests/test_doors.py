@@ -128,7 +128,7 @@ def play(model, door, usual):
         expected = generated(model, eager=True)
     assert reference.calls >= TOKENS - 1
     verdicts = {}
-    for when in WHEN:
+    for when in WHEN[: 2 if door.of_a_call else 3]:
         if when == WHEN[-1]:
             expected, reference = between_two_tokens(model, door, eager=True)
             assert reference.calls >= TOKENS - 1
@@ -162,7 +162,7 @@ def test_data(stack):
     assert {name: entry["versions"][name] for name in LIBRARIES} == STACKS[stack]
     assert entry["doors"].keys() == DOORS.keys()
     for name, verdicts in entry["doors"].items():
-        assert verdicts.keys() == {*WHEN}
+        assert verdicts.keys() == {*WHEN[: 2 if DOORS[name].of_a_call else 3]}
         assert set(verdicts.values()) == {DOORS[name].verdict}, name
 
 

@@ -193,6 +193,11 @@ def test_a_kernel_that_computes_something_else(monkeypatch, caplog):
     launch.reset()
 
 
+def as_on_a_gpu(monkeypatch):
+    """Tensors count as those of a GPU, unless they have gradients."""
+    monkeypatch.setattr(decoder_layer, "plain", lambda: lambda tensor: not tensor.requires_grad)
+
+
 def without_kernels(model, monkeypatch):
     """Let forwards on the CPU be those of the patch; no kernel runs there."""
 
@@ -201,7 +206,7 @@ def without_kernels(model, monkeypatch):
         new = lambda *args, **kwargs: function(usual, *args, **kwargs)  # noqa: E731
         monkeypatch.setattr(cls, "forward", new)
 
-    monkeypatch.setattr(decoder_layer, "plain", lambda: lambda tensor: not tensor.requires_grad)
+    as_on_a_gpu(monkeypatch)
     layer = model.model.layers[0]
     replace(type(layer), decoder_layer.layer_forward)
     replace(type(layer.mlp), decoder_layer.mlp_forward)
@@ -287,7 +292,7 @@ def assert_another_order(kind, rewrite, device, monkeypatch):
 @pytest.mark.parametrize("rewrite", REWRITES)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_another_order(kind, rewrite, monkeypatch):
-    monkeypatch.setattr(decoder_layer, "plain", lambda: lambda tensor: not tensor.requires_grad)
+    as_on_a_gpu(monkeypatch)
     assert_another_order(kind, rewrite, "cpu", monkeypatch)
 
 
@@ -376,7 +381,7 @@ def test_a_wrapper_around_the_forward_of_a_class(name, monkeypatch, installed_ag
     model, ids, calls = make("gemma4", "cpu", torch.float32), torch.tensor([[7]]), []
     layer = model.model.layers[0]
     cls = type(layer if name == "DecoderLayer" else layer.mlp)
-    monkeypatch.setattr(decoder_layer, "plain", lambda: lambda tensor: not tensor.requires_grad)
+    as_on_a_gpu(monkeypatch)
     with gemma4_compat.disabled("layer_kernels"):
         usual = cls.forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 
@@ -114,13 +115,15 @@ def data_of_a_weight(model, patch):
 
 @change
 def strides_of_a_weight(model, patch):
-    projection = layers_of(model)[1].per_layer_projection  # a square
-    patch.setattr(projection.weight, "data", projection.weight.data.t())
+    weight = layers_of(model)[1].post_feedforward_layernorm.weight
+    patch.setattr(weight, "data", weight.data[:1].expand(len(weight)))  # at the same address
 
 
 @change
 def buffer_of_one_number(model, patch):
-    patch.setitem(layers_of(model)[1]._buffers, "layer_scalar", torch.tensor([3.0]))
+    patch.setitem(
+        layers_of(model)[1]._buffers, "layer_scalar", torch.tensor([3.0], device=model.device)
+    )
 
 
 @change
@@ -153,8 +156,8 @@ def scaled_layers(model, patch):
 @change
 def merged_middle_layers(model, patch):
     for layer in lora_layers(model)[2:-2]:
-        weight = layer.base_layer.weight
-        patch.setitem(layer.base_layer._parameters, "weight", torch.nn.Parameter(weight.clone()))
+        weight = copy.deepcopy(layer.base_layer.weight)
+        patch.setitem(layer.base_layer._parameters, "weight", weight)
         patch.setitem(vars(layer), "merged_adapters", [])
         patch.setitem(layer.scaling, "default", 40.0)
         layer.merge()
@@ -217,7 +220,7 @@ class Processor(User, LogitsProcessor):
 class Criterion(User, StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.called()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class Streamer(User, BaseStreamer):

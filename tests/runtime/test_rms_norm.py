@@ -326,6 +326,7 @@ def test_threads_and_streams(used):
 
 def test_comparisons_that_fail(monkeypatch):
     """The norm stays as it is, here of tensors that count as those of a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(rms_norm, "plain", lambda gradients=False: lambda tensor: not gradients)
     monkeypatch.setattr(rms_norm, "as_current", nullcontext)
     monkeypatch.setattr(rms_norm, "raw_stream", lambda: lambda index: 0)

@@ -293,7 +293,7 @@ class Decoder:
 
         cache = inputs.get(cache_name())
         layers = self.layers
-        if layers is None or not layers.are_of(cache):
+        if layers is None or not (self.only_transformers and layers.are_of(cache)):
             layers = self.layers = Layers(cache)
         if (
             torch.is_grad_enabled()

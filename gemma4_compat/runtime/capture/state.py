@@ -6,7 +6,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .conditions import device_or_obstacle, environment_now, hooks_so_far, modules_of_a_step
+from .conditions import (
+    check_process,
+    device_or_obstacle,
+    environment_now,
+    hooks_so_far,
+    modules_of_a_step,
+)
 from .held import Held
 from .snapshot import Snapshot
 
@@ -40,9 +46,13 @@ class ModelState:
 
         If only functions of transformers run between two tokens, only another thread can change
         the model; a hook that it adds is noticed, and an adapter that it switches or merges.
+
+        Raises:
+            NotCaptured: there are modes of PyTorch now, or forward hooks for all modules.
         """
         if self.hooks != hooks_so_far():
             return False
         if only_transformers:
             return self.snapshot.has_same_adapter()
+        check_process()
         return held is not None and self.environment == environment_now() and held.is_same()

@@ -9,6 +9,7 @@ them before their first use.  So is the order in which a layer and an MLP call t
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ LAUNCHER = Launcher("gated", "transformers computes activations and products in 
 ORDER = Launcher("decoder_layer", "transformers computes decoder layers or MLPs")
 _FILE = Path(__file__).with_name("gated.cu")
 _THREADS, _VALUES = 256, 4  # of a block, of a thread
-_PACKAGE = __name__.partition(".")[0]
+_FOLDER = str(_FILE.parents[2])
 #: the modules that a layer calls, besides its attention
 _PARTS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
@@ -48,7 +49,7 @@ def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kw
     """A decoder layer's forward; with a few tokens and without experts, it uses the kernels."""
     if not _may_run(original, hidden_states) or getattr(self, "enable_moe_block", False):
         return original(self, hidden_states, *args, **kwargs)
-    code = inspect.unwrap(original).__code__
+    code = _code(original)
     names = code.co_varnames[2 : code.co_argcount]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if (
@@ -92,8 +93,8 @@ def _mlp(mlp: Any, x: Any) -> Any:
 
 
 def _kind(original: Any, module: Any, x: Any) -> tuple[Any, ...]:
-    has_more = bool(getattr(module, "hidden_size_per_layer_input", None))
-    return original, type(module), has_more, x.get_device(), x.dtype, x.shape
+    has_more, code = bool(getattr(module, "hidden_size_per_layer_input", None)), _code(original)
+    return original, code, type(module), has_more, x.get_device(), x.dtype, x.shape
 
 
 def _same_layer(original: Any, layer: Any, x: Any, names: tuple[str, ...]) -> bool:
@@ -135,12 +136,8 @@ def _stand_ins(x: Any, names: tuple[str, ...]) -> dict[str, Callable[[Any], Any]
 
 def _may_run(original: Any, x: Any) -> bool:
     """Whether these are a few tokens on a GPU, and the forward is that of transformers."""
-    import torch
-
     return (
-        x.is_cuda
-        and not torch.compiler.is_compiling()  # which should see the original
-        and plain()(x)
+        plain()(x)  # and torch.compile sees the original
         and x.dim() > 0
         and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
         and _is_transformers(original)
@@ -148,9 +145,16 @@ def _may_run(original: Any, x: Any) -> bool:
 
 
 def _is_transformers(function: Any) -> bool:
-    """Whether a function, and each that it wraps, is of transformers or of this package."""
-    names = (getattr(each, "__globals__", {}).get("__name__") for each in wrapped_by(function))
-    return {str(name).partition(".")[0] for name in names} <= {"transformers", _PACKAGE}
+    """Whether a function, and each that it wraps, has code of transformers or of this package."""
+    import transformers
+
+    codes = [getattr(each, "__code__", None) for each in wrapped_by(function)]
+    folders = os.path.dirname(transformers.__file__), _FOLDER
+    return None not in codes and all(code.co_filename.startswith(folders) for code in codes)
+
+
+def _code(function: Any) -> Any:
+    return inspect.unwrap(function).__code__
 
 
 def added(norm: Any, x: Any, residual: Any, scalar: Any = None, following: Any = None) -> Any:
