@@ -50,9 +50,9 @@ WRONG = "the features of a sound differ by|sound is cut to"
 #: seconds of a sound that is longer than the 30 that the extractors of Gemma 4 and 3n leave of it
 LONG = 33
 #: What an argument for the text does to sound without the patch: the frames of each sound of
-#: ``LENGTHS`` and of one of ``LONG`` seconds, or the error.  The same on transformers 5.6.0, 5.6.2,
-#: 5.8.1, 5.9.0, 5.10.1, 5.11.0, 5.15.1 and 5.24.0.  A sound that gets fewer frames than by default
-#: is cut, which is wrong, as is an error; all else is right, and stays as it is.
+#: ``LENGTHS`` and of one of ``LONG`` seconds, or the error.  The same on transformers 5.6.2, 5.15.1
+#: and 5.24.0.  A sound that gets fewer frames than by default is cut, which is wrong, as is an
+#: error; all else is right, and stays as it is.
 WITHOUT = (
     # argument, Gemma 3n, Gemma 4, Gemma 4 unified
     ({}, (298, 298, 2997), (300, 300, 2999), (76, 76, 825)),
