@@ -78,7 +78,8 @@ def test_a_small_model_makes_few_more_calls(model_dir):
     found, alone = (counted(model_dir, on) for on in "10")
     more = {name: found[name] / alone[name] - 1 for name in found}
     # transformers 5.6 makes 1,313 calls where 5.24 makes 2,129, and has more to mend.
-    most = 0.12 if Version(version("transformers")) >= Version("5.24") else 0.2
+    is_new = Version(version("transformers")) >= Version("5.24")
+    most = 0.12 if is_new else 0.25
     assert {name: share for name, share in more.items() if share > most} == {}
     forwards = [name for name in found if name.startswith("llama") and "generate" not in name]
-    assert {found[name] - alone[name] for name in forwards} == {0}
+    assert max(found[name] - alone[name] for name in forwards) <= (0 if is_new else 4)
