@@ -928,7 +928,7 @@ def parted(lib, *, requires=(), common=True):
     """A patch with a part for each of two modules, and a replacement for both."""
     for name in ("a", "b"):
         lib.write(name, f"def {name}(): return '{name}'")
-    patch = Patch("family", "", ALWAYS, "", requires=requires, former=("old",))
+    patch = Patch("family", "", ALWAYS, requires=requires, former=("old",))
     if common:
         patch.replaces(f"{lib.name}.m", "f")(tagging("family"))
     for name in ("a", "b"):
@@ -1038,7 +1038,7 @@ def test_patches_that_are_added_later(lib, caplog):
     assert [entry.state for entry in status] == [applied, applied, State.DISABLED, applied]
     assert status["c"].reason == "ADDED_C=0"
     assert (m.f(), m.g()) == ("b>a>f", "d>g")
-    fast = Patch("e", "", ALWAYS, "", kind=Kind.FAST)
+    fast = Patch("e", "", ALWAYS, kind=Kind.FAST)
     fast.replaces(f"{lib.name}.m", "Base.method")(tagging("e"))
     assert engine.add(fast)["e"].state is State.OPTIONAL
     for patch, why in (
@@ -1102,7 +1102,7 @@ def test_a_factory_fails_when_an_inherited_attribute_leaves(lib, make):
 
 def test_a_factory_that_returns_a_function_of_somebody(lib, make):
     m = lib.load("m")
-    patch = Patch("a", "", ALWAYS, "")
+    patch = Patch("a", "", ALWAYS)
     patch.replaces(f"{lib.name}.m", "f")(lambda original: m.g)
     assert make(patch).status()["a"].state is State.FAILED
     assert (m.f(), m.g()) == ("f", "g")

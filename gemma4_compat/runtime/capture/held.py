@@ -36,6 +36,8 @@ class Held:
         self._owners = [own for own in self._tables if any(map(own.get, _TENSORS))]
         self._states = [*_states(self._own_tensors())]
         self._code = _by_owner(snapshot.code)
+        pairs = ((own, name) for (_, name), (own, *_) in snapshot.code.items())
+        self._inherited = [(own, name) for own, name in pairs if name not in own]
         self._classes = [own for own, _, _ in snapshot.classes]
         values = chain.from_iterable(map(dict.values, self._tables))
         self._keywords = [each.keywords for each in values if isinstance(each, partial)]
@@ -75,6 +77,7 @@ class Held:
             *map(len, self._tables),
             *map(len, self._classes),
             *chain.from_iterable(get(owner) for owner, get in self._code),
+            *(name in own for own, name in self._inherited),
             *map(attrgetter("__code__"), self._functions),
             *map(attrgetter("__defaults__"), self._functions),
             *chain.from_iterable(map(dict.values, self._keywords)),
@@ -127,5 +130,5 @@ def _by_owner(code: dict[tuple[int, str], Use]) -> list[tuple[Any, Any]]:
     names: dict[int, tuple[Any, list[str]]] = {}
     for (owner, name), (entries, *_) in code.items():
         of_owner = names.setdefault(owner, (entries, []))[1]
-        of_owner += [name] if name in entries else []  # else it has that of a base class
+        of_owner += [name] if name in entries else []
     return [(own, itemgetter(each[0], *each)) for own, each in names.values() if each]
