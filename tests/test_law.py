@@ -35,7 +35,6 @@ WHY = {
     "the lent memory are those that the original made before",
     "captured_drafting": "as captured_decoding; its rounds are those of upstream, once each",
     "clippable_linear": "a wrapper is no target; any other name is the original's to decide",
-    "deferred_stop_check": "it returns what the original answered in an earlier step",
     "loss_memory": "outside of a forward with lazy logits, there is nothing to convert or to find",
     "ple_training_memory": "the original runs inside the checkpoint",
     "sliding_prompt_attention": "it calls transformers' function for each part of the prompt",

@@ -12,8 +12,6 @@ from ..model import parts
 from ..model.meta import COMPRESSED, bnb_options, checkpointing
 from .demand import EXCLUDED, GENERATE, TARGETS
 
-_FAST = '# gemma4_compat.install("fast")  # faster, but rounds differently or runs a step ahead'
-
 
 @dataclass(frozen=True)
 class Load:
@@ -77,7 +75,8 @@ class Load:
         names = f"{config}, {self.architecture}" if options else self.architecture
         yield f"from transformers import {names}"
         yield ""
-        yield _FAST
+        yield "# faster, but rounds differently or runs a step ahead:"
+        yield '# gemma4_compat.install("fast")'
         yield "device_map = {"
         for name, to in self.device_map.items():
             yield f'    "{name}": {_quoted(to)},'
