@@ -96,10 +96,10 @@ def tied(mapped: Mapped) -> str | None:
 
 
 def tied_on_disk(mapped: Mapped) -> str | None:
-    for names in mapped.tied.items():
-        if len({mapped.rests_on(name) == "disk" for name in names}) > 1:
-            both = " and ".join(name.rpartition(".")[0] for name in reversed(names))
-            return f'{both} are tied: it raises if one of them is on the disk; map both to "cpu"'
+    for target, source in mapped.tied.items():
+        if mapped.rests_on(source) == "disk" != mapped.rests_on(target):
+            both = f"{source.rpartition('.')[0]} and {target.rpartition('.')[0]}"
+            return f'{both} are tied: with only the first on the disk it raises; map both to "cpu"'
     return None
 
 
