@@ -6,7 +6,7 @@ All figures are CPU time, which other programs disturb less than the time on a c
 starts fresh interpreters one after the other, so that what disturbs them affects all alike; the
 figures are medians.  "added" is the import of everything without that of the libraries.  The blocks
 are ``with disabled(NAME): pass``, for each applied patch, in two processes: in one this package was
-imported first, in the other after the libraries.  The second block of three counts.
+imported first, in the other after the libraries.  Each figure is the median of three blocks.
 """
 
 from __future__ import annotations
