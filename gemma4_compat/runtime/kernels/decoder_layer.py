@@ -47,7 +47,11 @@ _PARTS = (
 
 def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward; with a few tokens and without experts, it uses the kernels."""
-    if not _may_run(original, hidden_states) or getattr(self, "enable_moe_block", False):
+    if (
+        not plain()(hidden_states)
+        or not _may_run(original, hidden_states)
+        or getattr(self, "enable_moe_block", False)
+    ):
         return original(self, hidden_states, *args, **kwargs)
     code = _code(original)
     names = code.co_varnames[2 : code.co_argcount]
@@ -80,7 +84,7 @@ def _layer(layer: Any, hidden_states: Any, per_layer_input: Any = None, **given:
 def mlp_forward(original: Any, self: Any, x: Any) -> Any:
     """An MLP's forward; with a few tokens, it uses the kernel."""
     # Another activation may be called before up_proj only.
-    if not _may_run(original, x) or not is_gelu(self.act_fn):
+    if not plain()(x) or not _may_run(original, x) or not is_gelu(self.act_fn):
         return original(self, x)
     kind = _kind(original, self, x)
     if not ORDER.compared(kind, x.device, _same_mlp, original, self, x):
@@ -135,13 +139,8 @@ def _stand_ins(x: Any, names: tuple[str, ...]) -> dict[str, Callable[[Any], Any]
 
 
 def _may_run(original: Any, x: Any) -> bool:
-    """Whether these are a few tokens on a GPU, and the forward is that of transformers."""
-    return (
-        plain()(x)  # and torch.compile sees the original
-        and x.dim() > 0
-        and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
-        and _is_transformers(original)
-    )
+    """Whether these are a few tokens, and the forward is that of transformers."""
+    return x.dim() > 0 and 0 < x.numel() <= FEW_TOKENS * x.shape[-1] and _is_transformers(original)
 
 
 def _is_transformers(function: Any) -> bool:
