@@ -6,6 +6,7 @@ before ``generate`` asks for it only if nobody notices one that is not needed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
@@ -46,7 +47,7 @@ _STREAMERS = ("TextStreamer", "TextIteratorStreamer", "AsyncTextIteratorStreamer
 #: The modules of a streamer's queue, and what puts a text into it.
 _QUEUES, _PUTS = ("queue", "asyncio.queues"), ("put", "put_nowait", "_put")
 #: Functions that were found to call only functions of known libraries, and what they call by name.
-_checked: tuple[list[Any], list[Use]] = [], []
+_checked: tuple[list[Any], list[tuple[Any, str, Any]]] = [], []
 
 
 def has_own_methods(model: Any) -> bool:
@@ -135,8 +136,9 @@ def _call_only_libraries(functions: list[Any]) -> bool:
     global _checked
     import torch
 
-    before, uses = _checked
-    if functions == before and all(entries.get(name) is value for entries, name, value, _ in uses):
+    before, known = _checked
+    refs = [*map(weakref.ref, functions)]
+    if refs == before and all(_kept(entries.get(name)) is value for entries, name, value in known):
         return True
     tensor, called = vars(torch.Tensor), functions
     operators = (name for name in dir(torch.Tensor) if name.startswith("__"))
@@ -149,8 +151,13 @@ def _call_only_libraries(functions: list[Any]) -> bool:
         uses += found
     if not all(map(_is_of_library, (*functions, *(value for _, _, value, _ in uses)))):
         return False
-    _checked = functions, uses
+    _checked = refs, [(entries, name, _kept(value)) for entries, name, value, _ in uses]
     return True
+
+
+def _kept(value: Any) -> Any:
+    """The value, or the one weak reference to a function: it may be of a patch, or be replaced."""
+    return weakref.ref(value) if type(value) is FunctionType else value
 
 
 def _is_of_library(value: Any) -> bool:

@@ -26,7 +26,7 @@ class Held:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._objects = snapshot.objects()
-        self._tables = [*map(vars, self._objects)]
+        self._tables: list[dict[str, Any]] = [vars(each) for each in self._objects]
         self._rest = [own for own in snapshot.modules if _needs_more(vars(own.module()))]
         names: defaultdict[Any, list[Any]] = defaultdict(list)
         for own in self._tables:
@@ -39,7 +39,7 @@ class Held:
         pairs = ((own, name) for (_, name), (own, *_) in snapshot.code.items())
         self._inherited = [(own, name) for own, name in pairs if name not in own]
         self._classes = [own for own, _, _ in snapshot.classes]
-        values = chain.from_iterable(map(dict.values, self._tables))
+        values = (value for own in self._tables for value in own.values())
         self._keywords = [each.keywords for each in values if isinstance(each, partial)]
         self._functions = [function for function, _, _ in snapshot.bodies]
         self._equal, self._same = self._equal_now(), self._same_now()

@@ -98,7 +98,7 @@ def _mlp(mlp: Any, x: Any) -> Any:
 
 def _kind(original: Any, module: Any, x: Any) -> tuple[Any, ...]:
     has_more, code = bool(getattr(module, "hidden_size_per_layer_input", None)), _code(original)
-    return original, code, type(module), has_more, x.get_device(), x.dtype, x.shape
+    return code, type(module), has_more, x.get_device(), x.dtype, x.shape
 
 
 def _same_layer(original: Any, layer: Any, x: Any, names: tuple[str, ...]) -> bool:
@@ -147,9 +147,9 @@ def _is_transformers(function: Any) -> bool:
     """Whether a function, and each that it wraps, has code of transformers or of this package."""
     import transformers
 
-    codes = [getattr(each, "__code__", None) for each in wrapped_by(function)]
+    codes = (getattr(each, "__code__", None) for each in wrapped_by(function))
     folders = os.path.dirname(transformers.__file__), _FOLDER
-    return None not in codes and all(code.co_filename.startswith(folders) for code in codes)
+    return all(code is not None and code.co_filename.startswith(folders) for code in codes)
 
 
 def _code(function: Any) -> Any:
