@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
-from ..kernels.watch import KNOWN, Use, is_known, is_upstreams, uses_of, wrapped_by
+from ..kernels.watch import KNOWN, is_known, is_upstreams, uses_of, wrapped_by
 
 #: Of the model: what runs between two steps, or gets the cache and may keep it.
 _METHODS = (
