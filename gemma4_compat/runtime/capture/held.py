@@ -94,6 +94,7 @@ class Held:
             return [
                 *map(torch.Tensor.data_ptr, self._tensors),
                 *chain.from_iterable(map(torch.Tensor.stride, self._weights)),
+                *map(attrgetter("shape", "dtype"), self._weights),
                 *map(torch.Tensor.tolist, self._numbers),
             ]
 
